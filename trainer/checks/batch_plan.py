@@ -59,11 +59,11 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
     if config.mpt.scope != "batch":
         return None
     tokens = sum(samples_of_a_step(config)[0].values()) * config.rollout.max_response_tokens
-    of_update = -(-tokens // _data_parallel(config, world_size) // config.trainer.updates_per_step)
-    if of_update <= (room := config.trainer.max_tokens_per_micro_batch):
+    update_tokens = -(-tokens // _data_parallel(config, world_size) // config.trainer.updates_per_step)
+    if update_tokens <= (room := config.trainer.max_tokens_per_micro_batch):
         return None
     return (
-        f"mpt.scope=batch needs one micro-batch per rank and update, whose completions can have {of_update:,} tokens: raise "
+        f"mpt.scope=batch needs one micro-batch per rank and update, whose completions can have {update_tokens:,} tokens: raise "
         f"trainer.max_tokens_per_micro_batch, {room:,} now, or set mpt.scope=sample"
     )
 

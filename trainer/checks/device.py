@@ -30,19 +30,19 @@ def driver_version() -> str | None:
     return version.group() if version else None
 
 
-def why_not_device(asked: Device = "auto") -> str | None:
+def why_not_device(requested: Device = "auto") -> str | None:
     """Return why PyTorch cannot compute on the requested device; None if it can.
 
-    asked: auto means the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
+    requested: auto means the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
         PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
 
     if torch.cuda.is_available():
-        if asked != "cpu":
+        if requested != "cpu":
             return None
         return "the CPU is requested, but PyTorch sees a GPU and would use it; hide it with CUDA_VISIBLE_DEVICES=-1"
-    device = "cpu" if os.environ.get("MARSRL_DEVICE") == "cpu" else asked
+    device = "cpu" if os.environ.get("MARSRL_DEVICE") == "cpu" else requested
     are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     version, build = driver_version(), torch.version.cuda
     has_driver = _has_libcuda() or (version is not None and (build is not None or not KERNEL_MODULE.exists()))

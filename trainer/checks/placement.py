@@ -38,22 +38,22 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
         lines.append(f"ranks: {world_size}{each_host}, on {_gpus(range(here)) if has_gpus else 'CPUs'}")
     is_ours = rollout.ray_address is None or is_started_here(rollout.ray_address)
     free = sorted(host.gpus_for(tuple(served.values()))) if served and has_gpus and is_ours else []
-    for name, each in served.items():
-        size, where = each.vllm.tensor_parallel, list[str]()
+    for name, pool in served.items():
+        size, where = pool.vllm.tensor_parallel, list[str]()
         if rollout.placement == "local":
             where = ["in this process"]
         elif rollout.placement == "colocated":
             where = ["one on each of these GPUs"]
         else:
-            num_here = min(each.engines, len(free) // size)
+            num_here = min(pool.engines, len(free) // size)
             if num_here:
                 where.append(f"{num_here} on {_gpus(free[: num_here * size])} of this host")
                 free = free[num_here * size :]
-            if num_here < each.engines:
-                place = "this host's CPUs" if rollout.ray_address is None else "hosts of the Ray cluster"
-                where.append(f"{each.engines - num_here} on {place}")
-        of_each = f" of {size} GPUs" if size > 1 else ""
-        lines.append(f"engines of {name}: {each.engines}{of_each}, {', '.join(where)}")
+            if num_here < pool.engines:
+                where_else = "this host's CPUs" if rollout.ray_address is None else "hosts of the Ray cluster"
+                where.append(f"{pool.engines - num_here} on {where_else}")
+        per_engine = f" of {size} GPUs" if size > 1 else ""
+        lines.append(f"engines of {name}: {pool.engines}{per_engine}, {', '.join(where)}")
     if rollout.rebalance:
         lines.append(f"rebalance: {rebalance_outlook(config, has_gpus=has_gpus)}")
     changes = ", only changes" if config.sync.delta else ""
@@ -62,10 +62,10 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
     """Possible moves of rollout.rebalance, as text. has_gpus: engines take GPUs; False: each takes one slot."""
-    asked = {agent.policy for agent in config.agents.values()}
-    of = {name: each for name, each in config.served_rollouts.items() if name in asked}
-    takes = {name: {"GPU": each.vllm.tensor_parallel if has_gpus else 1.0} for name, each in of.items()}
-    return outlook({name: each.engines for name, each in of.items()}, takes)
+    policies_asked = {agent.policy for agent in config.agents.values()}
+    pools = {name: pool for name, pool in config.served_rollouts.items() if name in policies_asked}
+    takes = {name: {"GPU": pool.vllm.tensor_parallel if has_gpus else 1.0} for name, pool in pools.items()}
+    return outlook({name: pool.engines for name, pool in pools.items()}, takes)
 
 
 _TRAVEL: dict[SyncBackend, str] = {

@@ -24,7 +24,7 @@ from marsrl.trainer.torchrun import is_rank_0
 
 def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
     """Check a policy's model directory; return the config with prompts limited to the model's positions, and warnings."""
-    policy, asked, warnings = config.policies[name], config, list[str]()
+    policy, original, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # Otherwise no agent uses the policy.
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
@@ -44,8 +44,8 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
         )
     if policy.model is not None:
         check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
-    if found := why_not_cut(shape, config.rollout_of(name).vllm):
-        raise ConfigError(f"policies.{name}.model: {found}")
+    if reason := why_not_cut(shape, config.rollout_of(name).vllm):
+        raise ConfigError(f"policies.{name}.model: {reason}")
     check_adapter(name, policy, shape)
     warnings += _of_another_base(name, policy)
     if is_trained:
@@ -53,15 +53,15 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
     config = shorten_prompts(config, name, shape.max_positions, trains=trains)
     if policy.reference != "none" and config.loss.kl == "none":
         warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
-    return config, warnings + _shorter_than_asked(asked, config)
+    return config, warnings + _shorter_than_asked(original, config)
 
 
-def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
+def _shorter_than_asked(original: RunConfig, config: RunConfig) -> list[str]:
     """Return warnings about explicitly set prompt lengths that were lowered; defaults are lowered silently."""
     return [
         f"agents.{name}.max_input_tokens is {agent.max_input_tokens}, lowered to {config.agents[name].max_input_tokens}: "
         "the model's positions and a micro-batch leave no more room next to the agent's completion"
-        for name, agent in asked.agents.items()
+        for name, agent in original.agents.items()
         if "max_input_tokens" in agent.model_fields_set
         and config.agents[name].max_input_tokens < agent.max_input_tokens
     ]

@@ -85,12 +85,12 @@ class Checked:
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
             lines.append(f"{self.problems.num_skipped} lines of the data could not be read and were skipped")
-        of_train, of_eval = sources(self.config.task)
+        train_source, eval_source = sources(self.config.task)
         num, most = len(self.problems.held_out), self.config.evaluate.num_problems
         if self.problems.num_taken:
             none = "held_out is empty" if lists_problems(self.config.task) else "no data.eval is given"
             whole = num + len(self.problems.train)
-            lines.append(f"held out of {of_train} for evaluation: {num} of {whole:,} problems ({none})")
+            lines.append(f"held out of {train_source} for evaluation: {num} of {whole:,} problems ({none})")
         elif num:
             least = (
                 f", fewer than evaluate.num_problems = {most:,}"
@@ -98,7 +98,7 @@ class Checked:
                 else ""
             )
             lines.append(
-                f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}"
+                f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {eval_source}{least}"
             )
         lines += [f"policies.{name}: used only by marsrl curate" for name in self.curators]
         lines += self.dtypes

@@ -43,40 +43,44 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
 
     given: problems to evaluate on, instead of the files' (see preflight). Without training, these are enough.
     """
-    found = read_data(config) if given is None else RunProblems((), given)
-    of_train, of_eval = sources(config.task)
-    train, held_out, num_taken = found.train, found.held_out, 0
-    warnings = [*found.warnings, *repeats(train, of_train), *repeats(held_out, of_eval)]
-    warnings += [*shared_answers(train, of_train), *shared_answers(held_out, of_eval)]
+    data = read_data(config) if given is None else RunProblems((), given)
+    train_source, eval_source = sources(config.task)
+    train, held_out, num_taken = data.train, data.held_out, 0
+    warnings = [*data.warnings, *repeats(train, train_source), *repeats(held_out, eval_source)]
+    warnings += [*shared_answers(train, train_source), *shared_answers(held_out, eval_source)]
     if trains and held_out:
-        warnings += _trained_too(train, held_out, of_train, of_eval)
+        warnings += _trained_too(train, held_out, train_source, eval_source)
     if not trains and not train:
         train = held_out  # Never sampled, but a task that reads files needs training problems.
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
         if not held_out:
-            said = f"{of_train} has one question, so none is left to evaluate on; give other problems in {of_eval}"
+            no_problem_left = (
+                f"{train_source} has one question, so none is left to evaluate on; give other problems in {eval_source}"
+            )
             if not trains:
-                raise ConfigError(said)
+                raise ConfigError(no_problem_left)
             if config.run.evaluate or config.run.eval_every:
-                warnings.append(f"{said}, or set run.evaluate=false; nothing is evaluated")
-    return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, tuple(warnings))
+                warnings.append(f"{no_problem_left}, or set run.evaluate=false; nothing is evaluated")
+    return RunProblems(train, held_out, data.sets, data.num_skipped, num_taken, tuple(warnings))
 
 
-def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> list[str]:
+def _trained_too(
+    train: Sequence[Problem], held_out: Sequence[Problem], train_source: str, eval_source: str
+) -> list[str]:
     """Return a warning if some evaluation questions are also training questions; raise ConfigError if all are."""
     trained = {one_spaced(problem.question) for problem in train}
     both = [problem for problem in held_out if one_spaced(problem.question) in trained]
     if not both:
         return []
-    said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are also in {of_train}, first {both[0].id}"
+    overlap = f"{len(both):,} of the {len(held_out):,} problems of {eval_source} are also in {train_source}, first {both[0].id}"
     if len(both) == len(held_out):
         raise ConfigError(
-            f"{said}; an evaluation would measure memorisation: give other problems, or remove {of_eval} to hold "
-            f"out a part of {of_train}"
+            f"{overlap}; an evaluation would measure memorisation: give other problems, or remove {eval_source} to hold "
+            f"out a part of {train_source}"
         )
-    return [f"{said}; their results do not measure generalisation"]
+    return [f"{overlap}; their results do not measure generalisation"]
 
 
 def read_data(config: RunConfig) -> RunProblems:
@@ -93,20 +97,23 @@ def read_data(config: RunConfig) -> RunProblems:
     sets: tuple[HeldOut, ...] = ()
     num_skipped, warnings = 0, list[str]()
     if data.train:
-        found = read_train(data.train, read, config.run.seed)
-        train, num_skipped = found.problems, found.num_bad
-        warnings += found.warnings
+        result = read_train(data.train, read, config.run.seed)
+        train, num_skipped = result.problems, result.num_bad
+        warnings += result.warnings
     if isinstance(data.eval, str):
-        found = read_named("data.eval", data.eval, read)
-        held_out, num_skipped = found.problems, num_skipped + found.num_bad
-        warnings += found.warnings
+        result = read_named("data.eval", data.eval, read)
+        held_out, num_skipped = result.problems, num_skipped + result.num_bad
+        warnings += result.warnings
     elif data.eval:
         sizes = config.evaluate
-        sets, num_bad, of_sets = read_eval(
+        sets, num_bad, set_warnings = read_eval(
             data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat
         )
-        held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
-        warnings += of_sets
+        held_out, num_skipped = (
+            tuple(problem for held_out_set in sets for problem in held_out_set.problems),
+            num_skipped + num_bad,
+        )
+        warnings += set_warnings
     if lists_problems(config.task):
         if isinstance(train, Mixture):
             raise ConfigError(
@@ -123,14 +130,14 @@ def read_data(config: RunConfig) -> RunProblems:
     return RunProblems(train, held_out, sets, num_skipped, warnings=tuple(warnings))
 
 
-def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
-    """Return (train, held out); held out is a tenth of the questions, those with the lowest hashes, at most `wanted`.
+def hold_out(problems: Sequence[Problem], max_questions: int) -> tuple[Sequence[Problem], list[Problem]]:
+    """Return (train, held out); held out is a tenth of the questions, those with the lowest hashes, at most `max_questions`.
 
     The split does not depend on the file's order and keeps equal questions together. Of two or more questions,
     each side gets at least one.
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
-    chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()
+    chosen = set(questions[: min(max_questions, max(1, len(questions) // 10))]) if len(questions) > 1 else set()
     held_out = [problem for problem in problems if problem.question in chosen]
     if isinstance(problems, Mixture):
         return problems.without(chosen), held_out
@@ -142,18 +149,18 @@ def check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> li
     judge, warnings = config.judge, list[str]()
     if judge is None:
         return warnings
-    of_train, of_eval = sources(config.task)
-    judged = [(of_train, problems.train)] if trains and judge.when == "always" else []
-    for where, found in [*judged, (of_eval, problems.held_out)]:
-        num_without = sum(problem.answer is None for problem in found)
-        if found and num_without == len(found):
+    train_source, eval_source = sources(config.task)
+    sets = [(train_source, problems.train)] if trains and judge.when == "always" else []
+    for where, judged in [*sets, (eval_source, problems.held_out)]:
+        num_without = sum(problem.answer is None for problem in judged)
+        if judged and num_without == len(judged):
             raise ConfigError(
-                f"judge.policy={judge.policy} needs reference answers, but none of the {len(found)} problems of {where} "
-                "has one; add them, or remove the judge so that the task judges"
+                f"judge.policy={judge.policy} needs reference answers, but none of the {len(judged)} problems of {where} has "
+                "one; add them, or remove the judge so that the task judges"
             )
         if num_without:
             warnings.append(
-                f"{num_without} of {len(found)} problems of {where} have no reference answer; answers to them are not "
+                f"{num_without} of {len(judged)} problems of {where} have no reference answer; answers to them are not "
                 "judged and have no reward"
             )
     return warnings

@@ -36,11 +36,11 @@ def renderer_of(config: RunConfig, policy: str) -> ChatRenderer:
 def check_templates(config: RunConfig) -> None:
     """Check that chat templates render the tools of agents, and that warm-started policies get the prompts they learned."""
     for name, agent in config.agents.items():
-        given = [key for key in ("system", "suffix") if getattr(agent, key) is not None]
-        if given and config.policies[agent.policy].model is None:
+        prompt_keys = [key for key in ("system", "suffix") if getattr(agent, key) is not None]
+        if prompt_keys and config.policies[agent.policy].model is None:
             raise ConfigError(
-                f"agents.{name}.{given[0]} is set, but policies.{agent.policy}.model is not; a warm-started policy knows "
-                f"only the task's prompts: set a model, or remove {given[0]}"
+                f"agents.{name}.{prompt_keys[0]} is set, but policies.{agent.policy}.model is not; a warm-started policy knows "
+                f"only the task's prompts: set a model, or remove {prompt_keys[0]}"
             )
         if not agent.tools:
             continue
@@ -78,13 +78,13 @@ def check_teachers(config: RunConfig) -> None:
         key = f"agents.{name}.teacher.policy is {agent.teacher.policy}"
         model = config.policies[agent.teacher.policy].model
         assert model is not None, "a frozen policy has a model"
-        shape, own = read_shape(model), config.policies[agent.policy].model
+        shape, policy_model = read_shape(model), config.policies[agent.policy].model
         if why := renderer_of(config, agent.policy).why_other_tokens(ChatRenderer(model)):
             raise ConfigError(
                 f"{key}, but its tokenizer differs from that of policies.{agent.policy} (the token {why} there); use a "
                 "model of the same family"
             )
-        if own is not None and (num := read_shape(own).vocab_size) > shape.vocab_size:
+        if policy_model is not None and (num := read_shape(policy_model).vocab_size) > shape.vocab_size:
             raise ConfigError(
                 f"{key}, with a vocab_size of {shape.vocab_size} in config.json, but policies.{agent.policy} has {num}: the "
                 "agent can sample tokens that the teacher lacks; use a teacher with a vocabulary as large"

@@ -94,16 +94,16 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
     """Reasons why engines or trainer on that host reject these settings."""
     by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
     files = (config.sync.directory or "/dev/shm") if by_files else None
-    found = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
+    reasons = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
     for name, vllm in vllm_of(config).items():
-        found += vllm_refusals(vllm, engines_device(host), config.records_of(name))
+        reasons += vllm_refusals(vllm, engines_device(host), config.records_of(name))
     for pool in dict.fromkeys(config.pools_of_adapters.values()):
         policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
         adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
         shape = taught_shape(config, policy) if policy.model is None else find_shape(policy.model)
         if shape is not None:
-            found += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
-    return tuple(dict.fromkeys(found))
+            reasons += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
+    return tuple(dict.fromkeys(reasons))
 
 
 def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:

@@ -157,11 +157,11 @@ def nearest(where: Sequence[str]) -> str:
     return f"keys of {'.'.join(parent) or 'the config'}: {', '.join(siblings)}"
 
 
-def as_written(place: Sequence[str | int]) -> list[str]:
+def as_written(location: Sequence[str | int]) -> list[str]:
     """Return a key as the user writes it, without the kind that pydantic inserts (tools.search.index.corpus)."""
     where: list[str] = []
     kinds: Collection[str] = ()
-    for part in map(str, place):
+    for part in map(str, location):
         if part in kinds:
             kinds = ()
         else:

@@ -82,19 +82,19 @@ def check_words(words: Sequence[str], options: Collection[str] | None = None) ->
 
     for index, word in enumerate(words):
         (key, equals, value), after = word.partition("="), [*words[index + 1 :], ""][0]
-        given = value if equals else after if after and "=" not in after else "VALUE"
+        suggested = value if equals else after if after and "=" not in after else "VALUE"
         if (dashed := _DASHED.fullmatch(key)) is not None and key not in (options or ()):
             name = dashed[2]
             if "." in name or name in RunConfig.model_fields or (equals and options is None):
-                raise ConfigError(f"command line: {word!r} begins with dashes; write {name}={given}")
+                raise ConfigError(f"command line: {word!r} begins with dashes; write {name}={suggested}")
             if not dashed[1].isascii():
                 raise ConfigError(f"command line: {word!r} begins with a long dash; write --{name}")
         if options is not None:
             continue
         if key == "config" and equals:
-            raise ConfigError(f"command line: {word!r} is an option, not a setting; write --config {given}")
+            raise ConfigError(f"command line: {word!r} is an option, not a setting; write --config {suggested}")
         if key.endswith(":") and not equals:
-            raise ConfigError(f"command line: {word!r} ends with a colon; write {key[:-1]}={given}")
+            raise ConfigError(f"command line: {word!r} ends with a colon; write {key[:-1]}={suggested}")
         has_space = key != key.rstrip() or (not value and after and "=" not in after)
         if after[:1] == "=" or (equals and has_space):
             raise ConfigError(

@@ -240,10 +240,10 @@ def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
             f"{key}, but policies.{name}.frozen is true; only a trained policy can have a base: remove one"
         )
     for setting in OF_BASE:
-        found, expected = getattr(policy, setting), getattr(base, setting)
-        if setting in policy.model_fields_set and found != expected:
-            found, expected = (v.model_dump() if isinstance(v, LayoutConfig) else v for v in (found, expected))
-            raise ValueError(f"policies.{name}.{setting} is {found}, but its base has {expected}; remove the setting")
+        value, expected = getattr(policy, setting), getattr(base, setting)
+        if setting in policy.model_fields_set and value != expected:
+            value, expected = (v.model_dump() if isinstance(v, LayoutConfig) else v for v in (value, expected))
+            raise ValueError(f"policies.{name}.{setting} is {value}, but its base has {expected}; remove the setting")
     return policy.model_copy(update={setting: getattr(base, setting) for setting in OF_BASE})
 
 

@@ -51,11 +51,11 @@ def read_config(
 
     Raises ConfigError for an unreadable file, malformed word, unknown key, wrong type, or contradictory settings.
     """
-    given = [] if path is None else [_find(str(path))]
-    given += [layer_of_words(overrides, source)] if overrides else []
-    origin = ConfigOrigin(given)
+    user_layers = [] if path is None else [_find(str(path))]
+    user_layers += [layer_of_words(overrides, source)] if overrides else []
+    origin = ConfigOrigin(user_layers)
     try:
-        origin = ConfigOrigin([*_inherited(given), *given])
+        origin = ConfigOrigin([*_inherited(user_layers), *user_layers])
         merged: Any = OmegaConf.to_container(
             OmegaConf.merge(*(layer.settings for layer in origin.layers)), resolve=True
         )
@@ -63,7 +63,7 @@ def read_config(
         raise ConfigError(f"{origin}: {in_one_line(error)}") from error
     _make_paths_absolute(merged, origin.layers)
     _leave_out_other_choices(merged, origin)
-    _leave_out_unused_policies(merged, given)
+    _leave_out_unused_policies(merged, user_layers)
     try:
         config = RunConfig.model_validate({**merged, "preset": "none"})
     except ValidationError as error:
@@ -102,15 +102,15 @@ def _read_preset(name: str) -> Layer:
     return layer_of_file(CONFIGS / f"{name}.yaml", f"preset {name}.yaml")
 
 
-def _inherited(given: Sequence[Layer]) -> list[Layer]:
+def _inherited(user_layers: Sequence[Layer]) -> list[Layer]:
     """Return the presets below the user's layers, lowest first, without those that the user's layers already are."""
-    named, layers = _last(given, "preset"), list(given)
+    named, layers = _last(user_layers, "preset"), list(user_layers)
     if named == "none":
         return []
     if named is not None:
         if named not in preset_names():
             message = f"preset: {named!r} is unknown; expected {', '.join(preset_names())}, or none"
-            raise ConfigError(ConfigOrigin(given).with_places(message))
+            raise ConfigError(ConfigOrigin(user_layers).with_places(message))
         layers.insert(0, _read_preset(named))
     task = _last(layers, "task")
     if task is None and _last(layers, "orchestration") == "external":
@@ -118,16 +118,16 @@ def _inherited(given: Sequence[Layer]) -> list[Layer]:
             "orchestration is external, but no task is set; set task=math with data.train=FILE, your own task "
             "(docs/own_task.md), or task=arithmetic for the built-in toy problems"
         )
-        raise ConfigError(ConfigOrigin(given).with_places(message))
+        raise ConfigError(ConfigOrigin(user_layers).with_places(message))
     task = task or "arithmetic"
     task = "math" if is_own(task) else task
     if task not in DEFAULT_FOR_TASK:
         message = f"task: {task!r} is unknown; expected {', '.join(DEFAULT_FOR_TASK)}, or your own as FILE.py:CLASS"
-        raise ConfigError(ConfigOrigin(given).with_places(message))
+        raise ConfigError(ConfigOrigin(user_layers).with_places(message))
     default = _read_preset(DEFAULT_FOR_TASK[task])
     if all(layer.file != default.file for layer in layers):
         layers.insert(0, default)
-    return layers[: len(layers) - len(given)]
+    return layers[: len(layers) - len(user_layers)]
 
 
 def _last(layers: Sequence[Layer], key: str) -> str | None:
@@ -222,7 +222,7 @@ def _is_shipped(layer: Layer) -> bool:
     return layer.file is not None and layer.file.parent == CONFIGS
 
 
-def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
+def _leave_out_unused_policies(merged: dict[str, Any], user_layers: Sequence[Layer]) -> None:
     """Remove policies that no agent uses, directly or as a base, unless a layer of the user's own defines them."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
@@ -232,9 +232,9 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
     used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
     used |= {"main"} if team is not None and not team <= set(agents) else set()  # Agents that are not given use main.
     used |= {str(base) for name in used if (base := (policies.get(name) or {}).get("base"))}
-    own = [layer for layer in given if not _is_shipped(layer)]
+    written_layers = [layer for layer in user_layers if not _is_shipped(layer)]
     for name in list(policies):
-        if name not in used and not any(f"policies.{name}" in layer.places for layer in own):
+        if name not in used and not any(f"policies.{name}" in layer.places for layer in written_layers):
             del policies[name]
 
 
@@ -243,21 +243,23 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         where = as_written(problem["loc"])
-        key, place = ".".join(where), origin.place(where)
-        given = f" ({place})" if place else ""
+        key, origin_place = ".".join(where), origin.place(where)
+        origin_note = f" ({origin_place})" if origin_place else ""
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{key}: unknown key; {nearest(where)}{given}")
+            lines.append(f"{key}: unknown key; {nearest(where)}{origin_note}")
         elif problem["type"] == "value_error":
             reason = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
             if where and reason.startswith(f"{where[-1]} "):  # A field's validator knows only the last part of its key.
                 reason = key + reason.removeprefix(where[-1])
             placed = origin.with_places(reason)
-            lines.append(placed if placed != reason else f"{reason}{given}")
+            lines.append(placed if placed != reason else f"{reason}{origin_note}")
         else:
             if problem["type"] in ("model_type", "dict_type"):
-                lines.append(f"{key}: found {problem['input']!r}, expected a section; set {key}.NAME=value{given}")
+                lines.append(
+                    f"{key}: found {problem['input']!r}, expected a section; set {key}.NAME=value{origin_note}"
+                )
                 continue
             quoted = problem["type"] == "string_type" and problem["input"] is not None
             hint = f"""; quote text, twice in a shell: {key}="'...'\"""" if quoted else ""
-            lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}{hint}){given}")
+            lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}{hint}){origin_note}")
     return "\n".join(dict.fromkeys(lines))  # Two validators report a wrong orchestration.

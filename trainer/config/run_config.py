@@ -250,17 +250,17 @@ class RunConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _vllm_of_policies_is_whole(cls, given: Any) -> Any:
+    def _vllm_of_policies_is_whole(cls, section: Any) -> Any:
         """Merge policies.<name>.vllm over rollout.vllm, key by key, so that the saved config is complete."""
-        match given:
+        match section:
             case {"rollout": {"vllm": dict(common)}, "policies": dict(policies)}:
                 whole = dict(policies)
                 for name, policy in policies.items():
                     match policy:
-                        case {"vllm": dict(own)}:
-                            whole[name] = {**policy, "vllm": {**common, **own}}
-                return {**given, "policies": whole}
-        return given
+                        case {"vllm": dict(policy_vllm)}:
+                            whole[name] = {**policy, "vllm": {**common, **policy_vllm}}
+                return {**section, "policies": whole}
+        return section
 
     @field_validator("policies")
     @classmethod

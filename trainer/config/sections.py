@@ -95,12 +95,12 @@ class DataConfig(Settings):
 
     def why_not(self, task: str) -> Iterator[str]:
         """Yield a refusal of problem files if the task generates its problems."""
-        given = [key for key in ("train", "eval") if getattr(self, key)]
-        if given and task in ("arithmetic", "reasoning_gym"):
+        keys = [key for key in ("train", "eval") if getattr(self, key)]
+        if keys and task in ("arithmetic", "reasoning_gym"):
             named = "arithmetic (the default)" if task == "arithmetic" else task
             yield (
-                f"data.{given[0]} is set, but task={named} generates its problems; did you mean task=math? For other "
-                f"problems set task=qa or your own task (docs/own_task.md); for {task} remove data.{given[0]}"
+                f"data.{keys[0]} is set, but task={named} generates its problems; did you mean task=math? For other "
+                f"problems set task=qa or your own task (docs/own_task.md); for {task} remove data.{keys[0]}"
             )
 
 

@@ -142,8 +142,8 @@ def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 
 
-def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """Record of a finished episode. of: its set; judge: the judge's counts since the last draw."""
+def draw_of(team: Team, set_name: str, played: Played, judge: Mapping[str, float]) -> Draw:
+    """Record of a finished episode. set_name: its set; judge: the judge's counts since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
@@ -151,7 +151,7 @@ def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> 
     first = team.orchestration.agents[0]
     prompts = {text: i for i, text in enumerate(dict.fromkeys(sample.prompt_text for sample in played.samples))}
     return Draw(
-        of=of,
+        of=set_name,
         problem=episode.problem.id,
         question=digest(episode.problem),
         system=_said(team.outcome(episode), tokens),
@@ -179,11 +179,11 @@ def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> 
 
 
 def _tools(episode: Episode) -> dict[str, ToolUsage]:
-    found: dict[str, ToolUsage] = {}
+    usage: dict[str, ToolUsage] = {}
     for call_id, output in episode.outputs.items():
         name = episode.calls[call_id].tool
-        found[name] = found.get(name, ToolUsage()) + ToolUsage(calls=1, seconds=output.seconds)
-    return found
+        usage[name] = usage.get(name, ToolUsage()) + ToolUsage(calls=1, seconds=output.seconds)
+    return usage
 
 
 def call_of(

@@ -131,10 +131,10 @@ class Evaluator:
             draw = draw_of(self.team, sets[name][0], played, judged)
             kept.draws.add(keys[name], draw.model_dump(mode="json"), is_whole=_is_whole(played))
 
-        def said(each: Completion) -> None:
-            episode, ask, sample = each.episode, each.of.ask, each.sample
-            assert sample is not None, f"{each.uid} is not over"
-            call = call_of(self.team, episode, ask, sample, each.seconds, each.usage)
+        def said(completion: Completion) -> None:
+            episode, ask, sample = completion.episode, completion.of.ask, completion.sample
+            assert sample is not None, f"{completion.uid} is not over"
+            call = call_of(self.team, episode, ask, sample, completion.seconds, completion.usage)
             answer = FixedAnswer(problem=digest(episode.problem), call=call, prompts=[sample.prompt_text])
             is_whole = sample.finish is not Finish.ERROR
             kept.fixed.add(fixed_key(identity, episode, ask), answer.model_dump(mode="json"), is_whole=is_whole)
@@ -154,11 +154,11 @@ class Evaluator:
     def scored(self, versions: Mapping[str, int], kept: Kept) -> Evaluation:
         """The numbers of the draws and fixed answers that have ended so far."""
         identity, model, orchestration = self._identity(versions), self.team.judge.model, self.team.orchestration
-        asked = {
+        wanted_keys = {
             agent: [fixed_key(identity, self.fixed.episodes[name], ask) for name, ask in inputs]
             for agent, inputs in self.fixed.inputs.items()
         }
-        answers = {agent: [kept.fixed[key] for key in keys if key in kept.fixed] for agent, keys in asked.items()}
+        answers = {agent: [kept.fixed[key] for key in keys if key in kept.fixed] for agent, keys in wanted_keys.items()}
         scorer = Scorer(
             orchestration.agents,
             self.team.agents,
@@ -212,8 +212,8 @@ class Evaluator:
             samples = [sample for each in episode.answers.values() for sample in each]
             is_known = not episode.error and not any(sample.finish is Finish.ERROR for sample in samples)
             correct = 0.0 if outcome is None else outcome.reward.correct
-            found[episode.id.rpartition(".")[0]].append(correct if is_known else math.nan)
-        return found
+            correctness_of[episode.id.rpartition(".")[0]].append(correct if is_known else math.nan)
+        return correctness_of
 
     def _draws(self, problems: Mapping[str, Problem], repeat: int) -> list[Episode]:
         return [

@@ -25,11 +25,11 @@ _SEED = 17
 
 def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
     """(2.5%, 97.5%) quantiles of the statistic; NaNs if never defined. The same number of problems gives the same resamples."""
-    found = np.concatenate([statistic(weights) for weights in _draws(num_problems)])
-    found = found[np.isfinite(found)]
-    if not len(found):
+    statistics = np.concatenate([statistic(weights) for weights in _draws(num_problems)])
+    statistics = statistics[np.isfinite(statistics)]
+    if not len(statistics):
         return np.nan, np.nan
-    low, high = np.percentile(found, [2.5, 97.5])
+    low, high = np.percentile(statistics, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -62,9 +62,9 @@ def ratio(successes: Sequence[float] | Array, counts: Sequence[float] | Array) -
 
 def mean_of(values: Sequence[float]) -> Estimate:
     """The mean over problems of their values; NaN: a problem without one."""
-    held = np.asarray(values, float)
-    held = held[np.isfinite(held)]
-    return estimate_of(len(held), len(held), ratio(held.tolist(), [1.0] * len(held)))
+    known = np.asarray(values, float)
+    known = known[np.isfinite(known)]
+    return estimate_of(len(known), len(known), ratio(known.tolist(), [1.0] * len(known)))
 
 
 def _draws(num_problems: int) -> list[Array]:

@@ -57,7 +57,7 @@ class Scorer:
             if spec.name in agents:
                 more = {"length": _length(calls)} | (_detection(calls) if spec.gives_verdicts else {})
                 ended = _ended(spec.name, [call for _, call in calls]) if self.forms.get(spec.name) else []
-                missing = {"missing": sum(not each.is_read for each in ended) / len(ended)} if ended else {}
+                missing = {"missing": sum(not call.is_read for call in ended) / len(ended)} if ended else {}
                 agents[spec.name] = agents[spec.name].model_copy(update=more | missing)
         system, alone = _by_problem(draws, lambda d: d.system), _by_problem(draws, lambda d: d.alone)
         used: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
@@ -72,8 +72,10 @@ class Scorer:
         judge = None if self.judge is None else judge_usage(judged, self.judge)
         return Evaluation(
             agents=agents,
-            system=_accuracy([(name, said.correct) for name, each in system.items() for said in each]),
-            alone=_accuracy([(name, said.correct) for name, each in alone.items() for said in each]) if alone else None,
+            system=_accuracy([(name, answer.correct) for name, answers in system.items() for answer in answers]),
+            alone=_accuracy([(name, answer.correct) for name, answers in alone.items() for answer in answers])
+            if alone
+            else None,
             system_at=at_k(system),
             alone_at=at_k(alone),
             num_problems=len(system),
@@ -86,12 +88,12 @@ class Scorer:
         )
 
 
-def _by_problem(draws: Sequence[Draw], of: Callable[[Draw], Said | None]) -> dict[str, list[Said]]:
-    found: dict[str, list[Said]] = defaultdict(list)
+def _by_problem(draws: Sequence[Draw], answer_of: Callable[[Draw], Said | None]) -> dict[str, list[Said]]:
+    answers: dict[str, list[Said]] = defaultdict(list)
     for draw in draws:
-        if (said := of(draw)) is not None:
-            found[draw.question].append(said)
-    return found
+        if (answer := answer_of(draw)) is not None:
+            answers[draw.question].append(answer)
+    return answers
 
 
 def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
@@ -108,11 +110,11 @@ def _detection(calls: Sequence[tuple[str, Call]]) -> dict[str, object]:
     """loop_confusion; the share of wrong solutions that are called wrong (detection recall, arXiv:2511.11373, Figure 5; no
     verdict counts as missed); and the share of solutions called wrong that are (precision)."""
     known = [(problem, call) for problem, call in calls if call.is_of_right is not None]
-    of_wrong = [(problem, float(call.verdict is False)) for problem, call in known if not call.is_of_right]
+    wrong_solutions = [(problem, float(call.verdict is False)) for problem, call in known if not call.is_of_right]
     called_wrong = [(problem, float(not call.is_of_right)) for problem, call in known if call.verdict is False]
     return {
         "loop_confusion": _confusion(call for _, call in known),
-        "detection_recall": _accuracy(of_wrong),
+        "detection_recall": _accuracy(wrong_solutions),
         "detection_precision": _accuracy(called_wrong),
     }
 
@@ -129,31 +131,33 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
     return Confusion(**counts)
 
 
-def _balanced(asked: Sequence[FixedAnswer]) -> AgentEstimate:
+def _balanced(answers: Sequence[FixedAnswer]) -> AgentEstimate:
     """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
 
     Both classes have equally many inputs unless the team could not provide them; n is their sum.
     """
-    problems = {name: i for i, name in enumerate(dict.fromkeys(each.problem for each in asked))}
+    problems = {name: i for i, name in enumerate(dict.fromkeys(answer.problem for answer in answers))}
 
     def accuracy(is_right: bool) -> Statistic:
         hits, all_of = np.zeros(len(problems)), np.zeros(len(problems))
-        for each in asked:
-            if each.call.is_of_right is is_right:
-                all_of[problems[each.problem]] += 1
-                hits[problems[each.problem]] += each.call.verdict is is_right
+        for answer in answers:
+            if answer.call.is_of_right is is_right:
+                all_of[problems[answer.problem]] += 1
+                hits[problems[answer.problem]] += answer.call.verdict is is_right
         return ratio(hits, all_of)
 
-    of_right, of_wrong = accuracy(True), accuracy(False)
-    found = estimate_of(len(problems), len(asked), lambda weights: (of_right(weights) + of_wrong(weights)) / 2)
-    return AgentEstimate(**found.model_dump(), confusion=_confusion(each.call for each in asked))
+    right_accuracy, wrong_accuracy = accuracy(True), accuracy(False)
+    estimate = estimate_of(
+        len(problems), len(answers), lambda weights: (right_accuracy(weights) + wrong_accuracy(weights)) / 2
+    )
+    return AgentEstimate(**estimate.model_dump(), confusion=_confusion(answer.call for answer in answers))
 
 
-def _repairs(asked: Sequence[FixedAnswer]) -> AgentEstimate:
-    of_wrong = [(each.problem, each.call.correct) for each in asked if not each.call.is_of_right]
-    of_right = [(each.problem, each.call.correct) for each in asked if each.call.is_of_right]
-    broken = _accuracy((problem, None if correct is None else 1 - correct) for problem, correct in of_right)
-    return AgentEstimate(**_accuracy(of_wrong).model_dump(), breaks=broken)
+def _repairs(answers: Sequence[FixedAnswer]) -> AgentEstimate:
+    wrong_repairs = [(answer.problem, answer.call.correct) for answer in answers if not answer.call.is_of_right]
+    right_repairs = [(answer.problem, answer.call.correct) for answer in answers if answer.call.is_of_right]
+    broken = _accuracy((problem, None if correct is None else 1 - correct) for problem, correct in right_repairs)
+    return AgentEstimate(**_accuracy(wrong_repairs).model_dump(), breaks=broken)
 
 
 def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:
@@ -180,7 +184,7 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
     return {name: value / len(draws) for name, value in total.items()}
 
 
-def eval_metrics(found: Evaluation) -> dict[str, float]:
+def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
     """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
     response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k;
     tokens an episode; eval/league/elo and worst. A set's metrics begin with its name."""
@@ -190,19 +194,22 @@ def eval_metrics(found: Evaluation) -> dict[str, float]:
         if value is not None and value.mean is not None:
             metrics.update({name: value.mean, f"{name}/low": value.low, f"{name}/high": value.high})
 
-    for prefix, each in {"eval": found, **{f"eval/{name}": each for name, each in found.sets.items()}}.items():
-        for name, row in {**each.agents, "alone": each.alone, "system": each.system}.items():
+    for prefix, part in {
+        "eval": evaluation,
+        **{f"eval/{name}": part for name, part in evaluation.sets.items()},
+    }.items():
+        for name, row in {**part.agents, "alone": part.alone, "system": part.system}.items():
             note(f"{prefix}/{name}", row)
-        for name, agent in each.agents.items():
+        for name, agent in part.agents.items():
             note(f"{prefix}/{name}/detection_recall", agent.detection_recall)
             note(f"{prefix}/{name}/detection_precision", agent.detection_precision)
             if agent.length is not None:
                 metrics[f"{prefix}/{name}/response_length"] = agent.length.mean
             if agent.missing is not None:
                 metrics[f"{prefix}/{name}/missing"] = agent.missing
-        for name, of_k in (("alone", each.alone_at), ("system", each.system_at)):
+        for name, estimates in (("alone", part.alone_at), ("system", part.system_at)):
             for kind in AtK.model_fields:
-                values: dict[int, Estimate] = getattr(of_k, kind)
+                values: dict[int, Estimate] = getattr(estimates, kind)
                 note(f"{prefix}/{name}/{kind}_{max(values, default=0)}", values[max(values)] if values else None)
         output_tokens = sum(used.output_tokens for used in each.usage.values())
         metrics[f"{prefix}/tokens"] = output_tokens / max(1, each.num_episodes)
@@ -218,13 +225,18 @@ def at_k(draws: Mapping[str, Sequence[Said]]) -> AtK:
 
     Draws without a judgement are ignored; a problem counts for each k up to its number of draws.
     """
-    known = [[said for said in each if said.correct is not None] for _, each in sorted(draws.items())]
+    known = [
+        [answer for answer in said_answers if answer.correct is not None] for _, said_answers in sorted(draws.items())
+    ]
     most = max(map(len, known), default=0)
     if most < 2:
         return AtK()
     ks = sorted({most, *(1 << i for i in range(most.bit_length()))})
-    chances = [pass_at(len(each), sum((said.correct or 0) >= 1 for said in each), ks) for each in known]
-    votes = [majorities(each, ks) for each in known]
+    chances = [
+        pass_at(len(said_answers), sum((answer.correct or 0) >= 1 for answer in said_answers), ks)
+        for said_answers in known
+    ]
+    votes = [majorities(said_answers, ks) for said_answers in known]
     return AtK(
         pass_at={k: mean_of([chance[k] for chance in chances]) for k in ks},
         majority_at={k: mean_of([vote[k][0] for vote in votes]) for k in ks},
@@ -243,9 +255,9 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
     A mean over ORDERS seeded orders of the draws; tied answers share the vote. Draws without an answer have no vote; without
     votes the majority is wrong. NaN for fewer than k draws.
     """
-    found: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
+    values: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:
-        return found
+        return values
     names = [None if s.answer is None else _RIGHT if (s.correct or 0) >= 1 else answer_key(s.answer) for s in draws]
     kinds = {name: i for i, name in enumerate(dict.fromkeys(name for name in names if name is not None))}
     votes = np.zeros((len(draws), len(kinds)))  # [N, kinds]
@@ -258,10 +270,10 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
     order = np.argsort(np.random.default_rng(len(draws)).random((ORDERS, len(draws))), axis=1)
     for k in ks:
         if k <= len(draws):
-            of_k = order[:, :k]
-            by_length = np.take_along_axis(of_k, np.argsort(tokens[of_k], axis=1, kind="stable"), axis=1)
-            found[k] = _elected(votes[of_k], worth), _elected(votes[by_length[:, : (k + 1) // 2]], worth)
-    return found
+            orders_of_k = order[:, :k]
+            by_length = np.take_along_axis(orders_of_k, np.argsort(tokens[orders_of_k], axis=1, kind="stable"), axis=1)
+            values[k] = _elected(votes[orders_of_k], worth), _elected(votes[by_length[:, : (k + 1) // 2]], worth)
+    return values
 
 
 def _elected(votes: npt.NDArray[np.float64], worth: npt.NDArray[np.float64]) -> float:

@@ -130,35 +130,37 @@ def teach(
     max_tokens: tokens of a micro-batch.
     uncounted: writers whose tokens are not in the loss's denominator, and whose losses are not returned.
     """
-    places = {name: learner.shard(max_tokens) for name, learner in learners.items()}
+    shards = {name: learner.shard(max_tokens) for name, learner in learners.items()}
     for lesson in lessons:
         losses, stats = dict[int, Measured](), dict[str, StepStats]()
         for name, learner in learners.items():
             num_tokens = _tokens_by_writer(lesson.sequences[name], uncounted)
-            batches = tuple(micro_batches(lesson.sequences[name], places[name]))
+            batches = tuple(micro_batches(lesson.sequences[name], shards[name]))
             stats[name] = learner.train_step([Update(batches, float(sum(num_tokens.values())))], lr=lesson.lr)
             sums = stats[name].agent_sums["weighted_nll"]
             losses |= {writer: Measured(sums[writer] / count, count) for writer, count in num_tokens.items()}
         yield losses, stats
 
 
-def measure(learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard) -> dict[int, Measured]:
+def measure(learner: Learner, sequences: Sequence[TrainSequence], shard: BatchShard) -> dict[int, Measured]:
     """Return each writer's loss and accuracy under the current weights, without training. Collective."""
-    own: dict[int, tuple[float, int]] = {}
-    batches = micro_batches(sequences, place)
+    local_sums: dict[int, tuple[float, int]] = {}
+    batches = micro_batches(sequences, shard)
     for batch, logprobs in zip(batches, learner.score(batches), strict=True):
         writers, is_likely = batch.of_tokens(batch.agent_of).cpu(), (logprobs > _HALF) & batch.mask.cpu()
         for writer in set(batch.agents):
-            is_own, (nll, num_likely) = writers == writer, own.get(writer, (0.0, 0))
+            is_own, (nll, num_likely) = writers == writer, local_sums.get(writer, (0.0, 0))
             nll -= float(logprobs[is_own].double().sum())
-            own[writer] = nll, num_likely + int(is_likely[is_own].sum())
-    told = [decode(tuple[int, dict[int, tuple[float, int]]], e) for e in gather_bytes(encode((place.data_rank, own)))]
-    shares = dict(told).values()  # Ranks with the same data rank have scored the same sequences.
-    found = {}
+            local_sums[writer] = nll, num_likely + int(is_likely[is_own].sum())
+    gathered = [
+        decode(tuple[int, dict[int, tuple[float, int]]], e) for e in gather_bytes(encode((shard.data_rank, local_sums)))
+    ]
+    shares = dict(gathered).values()  # Ranks with the same data rank have scored the same sequences.
+    measured = {}
     for writer, count in _tokens_by_writer(sequences).items():
         losses, likely = zip(*(share.get(writer, (0.0, 0)) for share in shares), strict=True)
-        found[writer] = Measured(math.fsum(losses) / count, count, sum(likely) / count)
-    return found
+        measured[writer] = Measured(math.fsum(losses) / count, count, sum(likely) / count)
+    return measured
 
 
 def _tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:

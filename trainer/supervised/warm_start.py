@@ -60,7 +60,7 @@ def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, str]:
 def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
     """Return the folder of the warm-started policy of this recipe, shape and seed: ready-made, cached, or trained now."""
     recipe = recipe_of(config, shape)
-    of_shape = f" ({shape})" if shape != SHAPE else ""
+    shape_note = f" ({shape})" if shape != SHAPE else ""
     if config.warm_start.ready and json.loads((READY / "recipe.json").read_bytes()) == recipe:
         console.message(f"warm start: ready-made, {READY}; warm_start.ready=false trains it on this machine")
         return READY
@@ -69,9 +69,9 @@ def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
     is_cached = final.is_dir()
     barrier()  # all ranks check the cache before any rank writes to it
     if is_cached:
-        console.message(f"warm start: cached, {final}{of_shape}")
+        console.message(f"warm start: cached, {final}{shape_note}")
         return final
-    console.message(f"warm start: training now{of_shape}, some minutes; the next run finds it in {final}")
+    console.message(f"warm start: training now{shape_note}, some minutes; the next run finds it in {final}")
     _make(config, shape, recipe, final, console)
     return final
 
