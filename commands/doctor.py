@@ -51,7 +51,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
     installed, (settings, _) = library_versions(LIBRARIES), decide_dtypes(config or RunConfig())
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
     nvcc = shutil.which("nvcc")
-    found = [
+    findings = [
         *machine_findings(settings),
         *gpu_findings(),
         *(Finding("library", name, name in installed, detail) for name, detail in libraries.items()),
@@ -64,8 +64,8 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
         *ray_findings(settings),
     ]
     if config is not None:
-        found += config_findings(config, num_nodes, ranks_per_node or free_gpus(config))
-    return found
+        findings += config_findings(config, num_nodes, ranks_per_node or free_gpus(config))
+    return findings
 
 
 def report(findings: Sequence[Finding]) -> str:

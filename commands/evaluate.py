@@ -85,7 +85,7 @@ def evaluate_alone(
         out = out or _new_folder(name)
         stack.callback(RunLock.of_out(out, console.warning).release)
         keep_settings(RunDirectory(out), config, str(origin))
-        kept = stack.enter_context(Kept(out))
+        saved = stack.enter_context(Kept(out))
         console.message(f"every draw is kept in {out} when it ends; if interrupted, resume with: {resume(out)}")
         versions = dict.fromkeys(config.policies, 0)
         evaluator: Evaluator | None = None
@@ -93,24 +93,24 @@ def evaluate_alone(
             with console.part("starting engines"):
                 team = stack.enter_context(open_team(checked, models))
             evaluator = make_evaluator(checked, team)
-            if ended := evaluator.ended(versions, kept):
+            if ended := evaluator.ended(versions, saved):
                 console.message(f"{out}: {ended} are kept")
             with console.progress("fixed inputs", unit="episodes") as bar:
-                evaluator.collect_inputs(versions, bar.played, kept)
+                evaluator.collect_inputs(versions, bar.played, saved)
             with console.progress("evaluation", unit="episodes") as bar:
                 start = time.monotonic()
-                found = evaluator.evaluate(versions, bar.played, kept)
+                result = evaluator.evaluate(versions, bar.played, saved)
         except KeyboardInterrupt:
-            ended = "" if evaluator is None else evaluator.ended(versions, kept)
-            if evaluator is not None and evaluator.num_kept(versions, kept)[0]:
-                console.team(f"{name}, interrupted", evaluator.scored(versions, kept), time.monotonic() - start)
+            ended = "" if evaluator is None else evaluator.ended(versions, saved)
+            if evaluator is not None and evaluator.num_kept(versions, saved)[0]:
+                console.team(f"{name}, interrupted", evaluator.scored(versions, saved), time.monotonic() - start)
             done = f": {ended} have ended and are kept in {out}" if ended else " before a draw had ended"
             raise Interrupted(f"interrupted{done}; resume with: {resume(out)}") from None
         seconds = time.monotonic() - start
-    write_json(out / EVALUATION, found.model_dump(mode="json"))
-    console.team(name, found, seconds)
+    write_json(out / EVALUATION, result.model_dump(mode="json"))
+    console.team(name, result, seconds)
     console.message(f"kept in {out / EVALUATION}")
-    return found
+    return result
 
 
 def _new_folder(name: str) -> Path:

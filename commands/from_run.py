@@ -27,17 +27,17 @@ def write_settings_of(run: Path, out: Path) -> Path:
     source = run / "config.yaml"
     if out.exists():
         raise ConfigError(f"{out} exists; give the path of a new file")
-    wanted = _settings(read_config(source)[0])
+    settings = _settings(read_config(source)[0])
     comment = source.read_text("utf-8").partition("\n")[0]
     named = [first or second for first, second in _PRESETS.findall(comment)]
     presets = [name for name in reversed(named) if name in preset_names() and name not in DEFAULT_FOR_TASK.values()]
     text = f"# settings of run {run.name}, over its presets\n"
     for preset in ([{"preset": presets[0]}] if presets else [{}]) + [{"preset": "none"}]:
-        changed = _changed(wanted, preset)
+        changed = _changed(settings, preset)
         if changed is None:
             continue
         out.write_text(text + yaml.safe_dump({**preset, **changed}, sort_keys=False, allow_unicode=False), "ascii")
-        if _settings(read_config(out)[0]) == wanted:
+        if _settings(read_config(out)[0]) == settings:
             return out
     raise AssertionError(f"{source}: no file reproduces these settings")
 
@@ -49,19 +49,19 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return whole
 
 
-def _changed(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
+def _changed(settings: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
     """Return the settings that differ from the preset with the same task and team; None if that preset rejects them."""
-    team = {key: wanted[key] for key in ("task", "orchestration")}
+    team = {key: settings[key] for key in ("task", "orchestration")}
     try:
         base, _ = read_config(None, [f"{key}={value}" for key, value in {**preset, **team}.items()], trains=False)
     except ConfigError:
         return None
-    return {**team, **_difference(wanted, _settings(base))}
+    return {**team, **_difference(settings, _settings(base))}
 
 
-def _difference(wanted: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def _difference(settings: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     differs: dict[str, Any] = {}
-    for key, value in wanted.items():
+    for key, value in settings.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             if below := _difference(value, base[key]):
                 differs[key] = below

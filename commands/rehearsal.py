@@ -218,8 +218,8 @@ def _scripted(
     pipeline: Literal["agentic", "trajectory"],
 ) -> Iterator[tuple[Rollout, Problem]]:
     """Open the run's rollout with one problem and a script as its engine."""
-    given = Problem("given", question, reference or None, config.task)
-    train = [given] if question and config.task != "qa" else read_data(config).train  # qa generates a world
+    asked_problem = Problem("given", question, reference or None, config.task)
+    train = [asked_problem] if question and config.task != "qa" else read_data(config).train  # qa generates a world
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}
@@ -232,7 +232,7 @@ def _scripted(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
-        problem = given if question else task.problems(config.run.seed)(0)
+        problem = asked_problem if question else task.problems(config.run.seed)(0)
         words = {
             spec.name: _MadeUp(
                 prompt_set(agent.prompt or task.prompts),

@@ -46,13 +46,13 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
     return f"{visible(output.text)}\n# {counts[f'tools/{name}/seconds']:.3f} s{parts}, {cut}", output.is_error
 
 
-def _arguments(given: str, function: ToolFunction) -> str:
+def _arguments(text: str, function: ToolFunction) -> str:
     """Return the arguments as JSON: a JSON object unchanged, other text as the first argument or as a server tool's name."""
     try:
-        if isinstance(json.loads(given), dict):
-            return given
+        if isinstance(json.loads(text), dict):
+            return text
     except (ValueError, RecursionError):
         pass
     properties: Any = {"name": {}} if function.server else function.parameters.get("properties") or {"": {}}
     name, schema = next(iter(properties.items()))
-    return json.dumps({name: [given] if schema.get("type") == "array" else given})
+    return json.dumps({name: [text] if schema.get("type") == "array" else text})

@@ -54,13 +54,13 @@ def _digit(text: str, rng: Random) -> Iterator[str]:
     equals_number = "=" in text and forms.number(text.rpartition("=")[2].strip()) not in (None, 0)
     if not (_is_plain(text) or is_of_words or equals_number or (_is_safe(text) and not forms.choice(text))):
         return
-    found = [*_INTEGER.finditer(text)]
+    matches = [*_INTEGER.finditer(text)]
     if equals_number:  # change only the last number, as in \gcd(a, b) = 2: scaling both sides would keep the equation
-        found = [each for each in found if each.start() > text.rindex("=")]
-    if found:
-        place = rng.choice(found).end() - 1
-        digit = int(text[place])
-        yield f"{text[:place]}{digit + 1 if digit < 9 else 8}{text[place + 1 :]}"
+        matches = [match for match in matches if match.start() > text.rindex("=")]
+    if matches:
+        position = rng.choice(matches).end() - 1
+        digit = int(text[position])
+        yield f"{text[:position]}{digit + 1 if digit < 9 else 8}{text[position + 1 :]}"
 
 
 def _sign(text: str, rng: Random) -> Iterator[str]:
@@ -106,18 +106,18 @@ def _magnitude(text: str, rng: Random) -> Iterator[str]:
 
 
 def _fraction(text: str, rng: Random) -> Iterator[str]:
-    found = [each for each in _FRACTION.finditer(text) if len({each[2] or each[4], each[3] or each[5]}) == 2]
-    if found and (forms.number(text) or (forms.is_expression(text) and _is_safe(text))):
-        each = rng.choice(found)
-        if int(each[2] or each[4]):
-            yield f"{text[: each.start()]}\\frac{{{each[3] or each[5]}}}{{{each[2] or each[4]}}}{text[each.end() :]}"
+    matches = [match for match in _FRACTION.finditer(text) if len({match[2] or match[4], match[3] or match[5]}) == 2]
+    if matches and (forms.number(text) or (forms.is_expression(text) and _is_safe(text))):
+        match = rng.choice(matches)
+        if int(match[2] or match[4]):
+            yield f"{text[: match.start()]}\\frac{{{match[3] or match[5]}}}{{{match[2] or match[4]}}}{text[match.end() :]}"
 
 
 def _dropped(text: str, rng: Random) -> Iterator[str]:
-    if (found := forms.items(text)) is not None:
-        yield found.parts[0]
-        if len(found.parts) > 2 or found.opening == "{":
-            yield found.with_parts(*found.parts[:-1])
+    if (items := forms.items(text)) is not None:
+        yield items.parts[0]
+        if len(items.parts) > 2 or items.opening == "{":
+            yield items.with_parts(*items.parts[:-1])
 
 
 def _added(text: str, rng: Random) -> Iterator[str]:
@@ -133,16 +133,16 @@ def _order(text: str, rng: Random) -> Iterator[str]:
 
 
 def _brackets(text: str, rng: Random) -> Iterator[str]:
-    if (found := forms.items(text)) is None or not found.opening:
+    if (items := forms.items(text)) is None or not items.opening:
         return
-    if found.is_interval:
+    if items.is_interval:
         ends = {"(": "[", "[": "(", ")": "]", "]": ")"}
-        if r"\infty" in found.parts[1]:
-            yield found.in_brackets(ends[found.opening], found.closing)
+        if r"\infty" in items.parts[1]:
+            yield items.in_brackets(ends[items.opening], items.closing)
         else:
-            yield found.in_brackets(found.opening, ends[found.closing])
-    elif found.opening in "({":
-        yield found.in_brackets(*("{}" if found.opening == "(" else "()"))
+            yield items.in_brackets(items.opening, ends[items.closing])
+    elif items.opening in "({":
+        yield items.in_brackets(*("{}" if items.opening == "(" else "()"))
 
 
 def _relation(text: str, rng: Random) -> Iterator[str]:
@@ -176,19 +176,19 @@ def _modulus(text: str, rng: Random) -> Iterator[str]:
 
 
 def _rows(text: str, rng: Random) -> Iterator[str]:
-    if (found := _ROWS.search(text)) is None:
+    if (match := _ROWS.search(text)) is None:
         return
-    rows = [row.strip() for row in found[2].strip().removesuffix(r"\\").split(r"\\")]
+    rows = [row.strip() for row in match[2].strip().removesuffix(r"\\").split(r"\\")]
     if len(rows) < 2 or len(set(rows)) < len(rows):
         return
-    if "cases" in found[1]:
+    if "cases" in match[1]:
         first, second = (row.partition("&") for row in rows[:2])
         if first[0].strip() == second[0].strip() or not first[2] or not second[2]:
             return
         rows[:2] = [f"{second[0]}&{first[2]}", f"{first[0]}&{second[2]}"]
     else:
         rows[0], rows[1] = rows[1], rows[0]
-    yield " ".join([text[: found.start(2)], r" \\ ".join(rows), text[found.end(2) :]])
+    yield " ".join([text[: match.start(2)], r" \\ ".join(rows), text[match.end(2) :]])
 
 
 def _unit(text: str, rng: Random) -> Iterator[str]:

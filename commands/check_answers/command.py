@@ -91,13 +91,13 @@ def check_answers(words: Sequence[str], config_file: str | None, num_problems: i
         config_file, [*given, "data.on_placeholder=keep", "data.on_bad_line=skip"], trains=False
     )
     with origin.places_in_errors():
-        found = read_data(config)
-        known = [problem for problem in found.train if problem.answer is not None]
+        data = read_data(config)
+        known = [problem for problem in data.train if problem.answer is not None]
         if not known:
             raise ConfigError("data.train has no problem with a reference answer; name a file that has")
         problems = draw_held_out(known, num_problems, "check-answers", seed)
         trials = _judged(config, problems, seed)
-    return Checked(trials, len(problems), len(known), found.num_skipped, shared_answers(known, "data.train"))
+    return Checked(trials, len(problems), len(known), data.num_skipped, shared_answers(known, "data.train"))
 
 
 def _judged(config: RunConfig, problems: Sequence[Problem], seed: int) -> list[Trial]:
@@ -141,11 +141,13 @@ def _tried(problem: Problem, judge: Judge, read: Read, rng: Random, *, is_text: 
     references = right_answers(problem.answer or "") if is_text else [problem.answer or ""]
     planned: list[tuple[str, str, bool]] = []
     if not all(map(is_placeholder, references)):
-        planned += [(*each, True) for text in references for each in notations.of(text, is_text=is_text)]
+        planned += [(*variant, True) for text in references for variant in notations.of(text, is_text=is_text)]
     right = {normalised(text) for text in references} if is_text else set()
     altered = alterations.of(references[0], rng, is_text=is_text)
     planned += [
-        (*each, False) for each in altered if each[0] == alterations.PLACEHOLDER or normalised(each[1]) not in right
+        (*variant, False)
+        for variant in altered
+        if variant[0] == alterations.PLACEHOLDER or normalised(variant[1]) not in right
     ]
     trials: list[Trial] = []
     num_unjudged = 0

@@ -44,11 +44,11 @@ def plain(text: str) -> str:
 
 def number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal, or a fraction of integers."""
-    if found := _NUMBER.fullmatch(text):
-        return Fraction(f"{found[1]}{(found[2] or '0').replace(',', '')}{found[3] or ''}")
-    if found := _FRACTION.fullmatch(text):
-        over, under = int(found[2] or found[4]), int(found[3] or found[5])
-        return None if under == 0 else Fraction(over, under) * (-1 if found[1] == "-" else 1)
+    if match := _NUMBER.fullmatch(text):
+        return Fraction(f"{match[1]}{(match[2] or '0').replace(',', '')}{match[3] or ''}")
+    if match := _FRACTION.fullmatch(text):
+        over, under = int(match[2] or match[4]), int(match[3] or match[5])
+        return None if under == 0 else Fraction(over, under) * (-1 if match[1] == "-" else 1)
     return None
 
 
@@ -71,10 +71,10 @@ def choice(text: str) -> str | None:
 
 def words(text: str) -> str | None:
     """Return the text if it consists of words (Lima, no solution, yes) rather than a product of variables."""
-    found = _WORDS.fullmatch(text)
-    if found is None or (found[1].lower() not in OPPOSITES and len(re.findall("[aeiouy]", found[1].lower())) < 2):
+    match = _WORDS.fullmatch(text)
+    if match is None or (match[1].lower() not in OPPOSITES and len(re.findall("[aeiouy]", match[1].lower())) < 2):
         return None
-    return found[1].strip()
+    return match[1].strip()
 
 
 def quantity(text: str) -> tuple[str, str] | None:
@@ -96,10 +96,10 @@ def other_unit(text: str) -> str | None:
 
 
 def _unit_of(text: str) -> re.Match[str] | None:
-    found = _UNIT.fullmatch(text)
-    if found is None or number(found[1].strip()) is None or "percent" in (found[2], found[3]):
+    match = _UNIT.fullmatch(text)
+    if match is None or number(match[1].strip()) is None or "percent" in (match[2], match[3]):
         return None
-    return found if found[2] or len(found[3]) > 3 or _SI.fullmatch(found[3]) else None
+    return match if match[2] or len(match[3]) > 3 or _SI.fullmatch(match[3]) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +148,12 @@ def items(text: str) -> Items | None:
 
 def intervals(text: str) -> list[Items] | None:
     """Parse a union of intervals that each have at least one infinite end."""
-    found = [items(part.strip()) for part in text.split(r"\cup")]
-    known = [each for each in found if each is not None and each.is_interval]
+    parts = [items(part.strip()) for part in text.split(r"\cup")]
+    known = [interval for interval in parts if interval is not None and interval.is_interval]
     return (
-        known if len(known) == len(found) and all(any(r"\infty" in p for p in each.parts) for each in known) else None
+        known
+        if len(known) == len(parts) and all(any(r"\infty" in p for p in interval.parts) for interval in known)
+        else None
     )
 
 
@@ -167,13 +169,13 @@ def is_expression(text: str) -> bool:
 
 def depths(text: str) -> list[int] | None:
     """Return the bracket depth before each character; None if brackets do not balance. "(1, 2]" counts as balanced."""
-    found, depth = [], 0
+    before, depth = [], 0
     for mark in text:
-        found.append(depth)
+        before.append(depth)
         depth += (mark in "([{") - (mark in ")]}")
         if depth < 0:
             return None
-    return found if depth == 0 else None
+    return before if depth == 0 else None
 
 
 def _split(text: str) -> list[str] | None:

@@ -73,14 +73,14 @@ def _thousands(text: str) -> Iterator[str]:
 
 
 def _scientific(text: str) -> Iterator[str]:
-    if found := forms.SCIENTIFIC.fullmatch(text):
-        yield f"{found[1]}e{found[2]}"
-        value = Fraction(found[1]) * Fraction(10) ** int(found[2])
-        if value.denominator == 1 and abs(int(found[2])) <= _MOST_DIGITS:
+    if match := forms.SCIENTIFIC.fullmatch(text):
+        yield f"{match[1]}e{match[2]}"
+        value = Fraction(match[1]) * Fraction(10) ** int(match[2])
+        if value.denominator == 1 and abs(int(match[2])) <= _MOST_DIGITS:
             yield str(value)
-    elif found := re.fullmatch(r"(\d)(0{4,30})", text):
-        yield rf"{found[1]} \times 10^{{{len(found[2])}}}"
-        yield f"{found[1]}e{len(found[2])}"
+    elif match := re.fullmatch(r"(\d)(0{4,30})", text):
+        yield rf"{match[1]} \times 10^{{{len(match[2])}}}"
+        yield f"{match[1]}e{len(match[2])}"
 
 
 def _power(text: str) -> Iterator[str]:
@@ -93,20 +93,20 @@ def _power(text: str) -> Iterator[str]:
 
 
 def _percent(text: str) -> Iterator[str]:
-    if (found := forms.percentage(text)) is not None and (share := forms.number(found)) is not None:
-        yield f"{found}%"
-        yield rf"{found} \%"
-        yield f"{found} percent"
-        yield found
+    if (percent := forms.percentage(text)) is not None and (share := forms.number(percent)) is not None:
+        yield f"{percent}%"
+        yield rf"{percent} \%"
+        yield f"{percent} percent"
+        yield percent
         if (decimal := _decimal_of(share / 100)) is not None and "overline" not in decimal:
             yield decimal.removesuffix(".")
 
 
 def _unit(text: str) -> Iterator[str]:
-    if (found := forms.quantity(text)) is not None:
-        yield found[0]
-        yield f"{found[0]} {found[1]}"
-        yield rf"{found[0]}\,\mathrm{{{found[1]}}}"
+    if (quantity := forms.quantity(text)) is not None:
+        yield quantity[0]
+        yield f"{quantity[0]} {quantity[1]}"
+        yield rf"{quantity[0]}\,\mathrm{{{quantity[1]}}}"
 
 
 def _brackets(text: str) -> Iterator[str]:
@@ -117,12 +117,12 @@ def _brackets(text: str) -> Iterator[str]:
 
 def _order(text: str) -> Iterator[str]:
     if (
-        (found := forms.items(text)) is not None
-        and found.opening in ("{", "")
+        (items := forms.items(text)) is not None
+        and items.opening in ("{", "")
         and r"\ldots" not in text
         and r"\dots" not in text
     ):
-        yield found.with_parts(*reversed(found.parts))
+        yield items.with_parts(*reversed(items.parts))
     elif forms.is_expression(text) and (both := _SUM.fullmatch(text)) and forms.depths(both[1]) is not None:
         yield f"{both[2]} + {both[1]}"
 
@@ -133,23 +133,23 @@ def _empty(text: str) -> Iterator[str]:
 
 
 def _interval(text: str) -> Iterator[str]:
-    found = forms.intervals(text) or []
-    ends = [part for each in found for part in each.parts]
+    intervals = forms.intervals(text) or []
+    ends = [part for interval in intervals for part in interval.parts]
     is_gap = len(ends) == 4 and ends[1] == ends[2] and all(r"\infty" in end for end in (ends[0], ends[3]))
-    if is_gap and (found[0].closing, found[1].opening) == (")", "("):
+    if is_gap and (intervals[0].closing, intervals[1].opening) == (")", "("):
         yield rf"\mathbb{{R}}\setminus\{{{ends[1]}\}}"
-    said = [_inequality(each) for each in found]
-    if said and all(said):
-        yield r" \text{ or } ".join(filter(None, said))
+    inequalities = [_inequality(interval) for interval in intervals]
+    if inequalities and all(inequalities):
+        yield r" \text{ or } ".join(filter(None, inequalities))
 
 
-def _inequality(each: Items) -> str | None:
-    first, last = each.parts
+def _inequality(interval: Items) -> str | None:
+    first, last = interval.parts
     if r"\infty" in first and r"\infty" in last:
         return None
     if r"\infty" in first:
-        return f"x {_INTERVAL_TO[each.closing]} {last}"
-    return f"x {_INTERVAL_FROM[each.opening]} {first}"
+        return f"x {_INTERVAL_TO[interval.closing]} {last}"
+    return f"x {_INTERVAL_FROM[interval.opening]} {first}"
 
 
 def _choice(text: str) -> Iterator[str]:

@@ -26,7 +26,7 @@ def view(
     """Show runs in the browser, even during training: samples, curves, the pipeline, warnings. Stop with Ctrl-C."""
     from marsrl.commands.look.record import DEMO
 
-    directories = [run_directory(each) for each in [*(runs or ()), *([str(DEMO)] if demo else [])]]
+    directories = [run_directory(directory) for directory in [*(runs or ()), *([str(DEMO)] if demo else [])]]
     if not directories:
         raise ValueError(
             "found no run; expected run directories, or --demo for the recorded run that comes with marsrl"
@@ -34,8 +34,8 @@ def view(
     if text:
         from marsrl.commands.look.text import print_run
 
-        for each in directories:
-            print_run(each, console(160))
+        for directory in directories:
+            print_run(directory, console(160))
         return
     from marsrl.rollout.imports import check_installed
 
@@ -99,7 +99,7 @@ def evaluate(
     from marsrl.trainer.config.read import read_config
 
     check_words(settings or ())
-    given, name = [*(settings or ()), *(["--config", config] if config else [])], ""
+    arguments, name = [*(settings or ()), *(["--config", config] if config else [])], ""
     words = [word for word in settings or () if "=" in word]
     runs = [word for word in settings or () if "=" not in word]
     if len(runs) > 1 or (runs and config is not None):
@@ -117,18 +117,18 @@ def evaluate(
         print("# weights:", *weights, file=sys.stderr)
         read, origin = read_config(config, [*weights, *words], trains=False)
     try:
-        found = evaluate_alone(
+        result = evaluate_alone(
             read,
             origin,
             out,
             name=name,
-            resume=lambda out: shlex.join(["marsrl", "evaluate", *given, "--out", str(out)]),
+            resume=lambda out: shlex.join(["marsrl", "evaluate", *arguments, "--out", str(out)]),
         )
     except Interrupted as interrupted:
         print(visible(str(interrupted)), file=sys.stderr)
         return 130
     if not sys.stdout.isatty():  # people read the table
-        print(json.dumps(found.model_dump(mode="json"), indent=1), flush=True)
+        print(json.dumps(result.model_dump(mode="json"), indent=1), flush=True)
     return 0
 
 

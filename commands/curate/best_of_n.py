@@ -34,18 +34,18 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
     def decide(rows: Iterator[Row]) -> Decisions:
         share = MissingShare(f"curate.{NAME}.max_missing_share", config.max_missing_share)
         evaluator: Evaluator | None = None
-        with closing(Answers(answers, _read)) as kept, ExitStack() as stack:
+        with closing(Answers(answers, _read)) as saved, ExitStack() as stack:
             while batch := list(itertools.islice(rows, config.batch)):
                 keyed = [
                     (row, key_of(n=config.n, team=team, question=row.problem.question, answer=row.problem.answer))
                     for row in batch
                 ]
-                unplayed = {key: row.problem for row, key in keyed if key not in kept}
+                unplayed = {key: row.problem for row, key in keyed if key not in saved}
                 if unplayed and evaluator is None:
                     evaluator = stack.enter_context(open_evaluator(list(unplayed.values())))
-                played = {} if evaluator is None else _played(evaluator, config.n, unplayed, kept)
+                played = {} if evaluator is None else _played(evaluator, config.n, unplayed, saved)
                 for row, key in keyed:
-                    decision = _decision(config, played[key] if key in played else kept[key])
+                    decision = _decision(config, played[key] if key in played else saved[key])
                     share.count(f"{row.problem.id}: {decision.detail}" if decision.kind == _UNDECIDED else None)
                     yield row, decision
             share.check()
@@ -55,14 +55,14 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
 
 
 def _played(
-    evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
+    evaluator: Evaluator, n: int, problems: Mapping[str, Problem], saved: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
     """Return the correctness of each question's answers, by key; NaN for unjudged answers. Saves questions without NaN."""
     versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
     results = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in results.items():
         if not any(math.isnan(value) for value in correct):
-            kept.add(key, {"correct": correct})
+            saved.add(key, {"correct": correct})
     return results
 
 

@@ -120,16 +120,16 @@ def judged(
 
     policy: JSON that identifies the model. answers: file with the model's answers.
     """
-    asked = {"instructions": config.instructions or CRITERIA[name].instructions, "policy": policy, "seed": seed}
-    own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
-    asked |= config.model_dump(mode="json", include=own)
+    request = {"instructions": config.instructions or CRITERIA[name].instructions, "policy": policy, "seed": seed}
+    model_keys = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
+    request |= config.model_dump(mode="json", include=model_keys)
 
     def decide(rows: Iterator[Row]) -> Decisions:
-        with closing(Answers(answers, _read)) as kept, ExitStack() as stack:
-            judge = _Judge(name, config, asked, seed, lambda: stack.enter_context(open_pool()), kept)
+        with closing(Answers(answers, _read)) as saved, ExitStack() as stack:
+            judge = _Judge(name, config, request, seed, lambda: stack.enter_context(open_pool()), saved)
             yield from judge.decisions(rows)
 
-    return Stage(name, {**config.model_dump(mode="json"), **asked}, decide)
+    return Stage(name, {**config.model_dump(mode="json"), **request}, decide)
 
 
 @dataclass(eq=False, slots=True)
@@ -155,19 +155,19 @@ class _Judge:
             ahead.extend((row, self._ask(row.problem)) for row in itertools.islice(rows, _AHEAD - len(ahead)))
             if not ahead:
                 break
-            while ahead and (said := self.answers.get(ahead[0][1])) is not None:
+            while ahead and (answer := self.answers.get(ahead[0][1])) is not None:
                 row, _ = ahead.popleft()
-                share.count(f"{row.problem.id}: {said.reason[-200:]!r}" if said.verdict is None else None)
-                yield row, self._decision(said)
+                share.count(f"{row.problem.id}: {answer.reason[-200:]!r}" if answer.verdict is None else None)
+                yield row, self._decision(answer)
             if self.prompt_ends:
                 self._collect()
         share.check()
 
-    def _decision(self, said: _Said) -> Decision:
-        if said.verdict is None:
-            return Decision(self.config.missing == "keep", _UNREADABLE, said.reason)
+    def _decision(self, answer: _Said) -> Decision:
+        if answer.verdict is None:
+            return Decision(self.config.missing == "keep", _UNREADABLE, answer.reason)
         criterion = CRITERIA[self.name]
-        return Decision(said.verdict, criterion.yes if said.verdict else criterion.no, said.reason)
+        return Decision(answer.verdict, criterion.yes if answer.verdict else criterion.no, answer.reason)
 
     def _ask(self, problem: Problem) -> str:
         """Request the problem's answer unless it is saved or pending, and return its key."""

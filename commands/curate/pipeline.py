@@ -119,8 +119,8 @@ class Pipeline:
         rows, total = (self.open_rows(), None) if before is None else (self.kept(before.name), before.num_kept)
         kinds: dict[str, Kind] = {}
         with (
-            opened_atomically(self._file(stage.name, "kept.jsonl")) as kept,
-            opened_atomically(self._file(stage.name, "dropped.jsonl")) as dropped,
+            opened_atomically(self._file(stage.name, "kept.jsonl")) as kept_file,
+            opened_atomically(self._file(stage.name, "dropped.jsonl")) as dropped_file,
             closing(stage.decide(rows)) as decisions,
             self.console.progress(f"curate: {stage.name}", total, "rows") as bar,
         ):
@@ -130,7 +130,7 @@ class Pipeline:
                 except BadLine as reason:  # not representable in JSON: dropped, whatever the decision
                     row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
                     line = to_line(row, decision)
-                (kept if decision.is_kept else dropped).write(line)
+                (kept_file if decision.is_kept else dropped_file).write(line)
                 kind = kinds.setdefault(decision.kind, Kind(decision.is_kept))
                 kind.count += 1
                 if len(kind.examples) < NUM_EXAMPLES:

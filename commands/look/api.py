@@ -49,7 +49,7 @@ class Api:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.catalogs = [Catalog(path) for path in paths]
         self.names = names_of(paths)
-        of_a_run = (
+        run_questions = (
             overview,
             samples,
             sample,
@@ -67,7 +67,7 @@ class Api:
         self.questions: dict[str, Callable[..., Any]] = {
             "runs": _question(self.runs),
             "compare": _question(self.compare),
-            **{function.__name__: partial(self._of, _question(function)) for function in of_a_run},
+            **{function.__name__: partial(self._of, _question(function)) for function in run_questions},
         }
 
     def _of(self, function: Callable[..., Any], /, run: int | str = "not given", **asked: Any) -> Any:
@@ -112,7 +112,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
     config: text of config.yaml. num_non_finite: number of non-finite metric values.
     """
     run = catalog.run
-    found: dict[str, Any] = {
+    page: dict[str, Any] = {
         "summary": None,
         "why_not": None,
         "rows": [],
@@ -125,9 +125,9 @@ def overview(catalog: Catalog) -> dict[str, Any]:
     try:
         summary = load_summary(run.summary)
     except FileNotFoundError:
-        return found
+        return page
     except ValueError as error:
-        return found | {"why_not": str(error)}
+        return page | {"why_not": str(error)}
     evaluated = compared(summary.before, summary.after) if summary.before or summary.after else []
     breaks = [
         (f"{name} breaks a right one", getattr(before, "breaks", None), getattr(after, "breaks", None))
@@ -136,7 +136,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
     rows = [*evaluated, *(row for row in breaks if row[1] or row[2])]
     recorded = summary.model_dump(mode="json", by_alias=True, exclude={"before", "after"})
     engine = f"{summary.engine.library} {summary.engine.version}"
-    return found | {
+    return page | {
         "summary": f"{summary.task} · {summary.steps} steps · {engine} · {summary.device}",
         "rows": [_estimates(*row, is_bar=row in evaluated) for row in rows],
         "confusions": [
@@ -188,16 +188,16 @@ def listing(page: Page) -> dict[str, Any]:
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
     """Return a sample with its texts and the changes that it makes to the solution it repairs."""
-    found = _found(catalog, step, line)
-    family = catalog.tree(found.rollout)
-    repaired, diff = _repaired(found, family, catalog.judges), None
-    records = catalog.records([found] if repaired is None else [found, repaired])
+    row = _found(catalog, step, line)
+    family = catalog.tree(row.rollout)
+    repaired, diff = _repaired(row, family, catalog.judges), None
+    records = catalog.records([row] if repaired is None else [row, repaired])
     if repaired is not None:
-        parts = differences(records[repaired.uid].text, records[found.uid].text)
+        parts = differences(records[repaired.uid].text, records[row.uid].text)
         diff = {"of": _row(repaired), "parts": parts}
     return {
-        "row": _row(found),
-        "record": dataclasses.asdict(records[found.uid]),
+        "row": _row(row),
+        "record": dataclasses.asdict(records[row.uid]),
         "sessions": catalog.section("external") is not None,
         "diff": diff,
     }
@@ -216,12 +216,12 @@ def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
 
     Raises ValueError if the step's file is damaged.
     """
-    found, logged = _found(catalog, step, line), _kept_tokens(step_files(catalog.run.tokens), step)
-    kept = next((each for each in logged if (each.step, each.uid) == (step, found.uid)), None)
-    near = sorted(logged, key=lambda each: (each.agent != found.agent, each.line))[:_MOST_LISTED]
-    samples = [{"line": each.line, "agent": each.agent} for each in near]
+    row, logged = _found(catalog, step, line), _kept_tokens(step_files(catalog.run.tokens), step)
+    record = next((candidate for candidate in logged if (candidate.step, candidate.uid) == (step, row.uid)), None)
+    near = sorted(logged, key=lambda candidate: (candidate.agent != row.agent, candidate.line))[:_MOST_LISTED]
+    samples = [{"line": candidate.line, "agent": candidate.agent} for candidate in near]
     return {
-        "kept": None if kept is None else _columns(kept),
+        "kept": None if record is None else _columns(record),
         "near": {"step": near[0].step, "samples": samples} if near else None,
     }
 
@@ -296,11 +296,11 @@ def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
 
     Raises ValueError only if the step's own file is damaged.
     """
-    for each in sorted(files, key=lambda each: (abs(each - step), each)):
+    for number in sorted(files, key=lambda number: (abs(number - step), number)):
         try:
-            return read_tokens(files[each])
+            return read_tokens(files[number])
         except ValueError:  # missing while the step is being repeated
-            if each == step and files[each].exists():
+            if number == step and files[number].exists():
                 raise
     return []
 

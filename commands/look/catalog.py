@@ -177,15 +177,15 @@ class Catalog:
         """Return the contents of a file, read again if it has changed; `empty` if the file is missing or unreadable."""
         with self._lock:
             state = _state(path)
-            known, found = self._kept.get(path.name, (None, empty))
+            known, value = self._kept.get(path.name, (None, empty))
             if state != known:
                 try:
-                    found = empty if state is None else read(path)
+                    value = empty if state is None else read(path)
                     self.refused.pop(path.name, None)
                 except ValueError as error:
-                    found, self.refused[path.name] = empty, str(error)
-                self._kept[path.name] = state, found
-            return found
+                    value, self.refused[path.name] = empty, str(error)
+                self._kept[path.name] = state, value
+            return value
 
     @property
     def curves(self) -> Curves:
@@ -196,14 +196,14 @@ class Catalog:
         path = self.run.metrics
         with self._lock:
             try:
-                found = path.stat()
+                status = path.stat()
             except FileNotFoundError:
                 return {}
             inode, num_read, num_lines, curves = self._curves
-            if inode != found.st_ino or found.st_size < num_read:  # the run was resumed, which removes lost steps
+            if inode != status.st_ino or status.st_size < num_read:  # the run was resumed, which removes lost steps
                 num_read, num_lines, curves = 0, 0, {}
                 self.refused.pop(path.name, None)
-            if found.st_size > num_read:
+            if status.st_size > num_read:
                 with path.open("rb") as file:
                     file.seek(num_read)
                     content = file.read()
@@ -216,7 +216,7 @@ class Catalog:
                 except ValueError as error:
                     self.refused[path.name] = str(error)
                 num_read, num_lines = num_read + len(lines), num_lines + lines.count(b"\n")
-            self._curves = found.st_ino, num_read, num_lines, curves
+            self._curves = status.st_ino, num_read, num_lines, curves
             return curves
 
     @property
@@ -318,7 +318,12 @@ class Catalog:
         return [name for (name,) in self._all(sql, [window[0], window[-1], anchor, num])]
 
     def find(
-        self, wanted: Filter, top: tuple[int, int] | None = None, *, has_top: bool = False, within_s: float = _SEARCH_S
+        self,
+        criteria: Filter,
+        top: tuple[int, int] | None = None,
+        *,
+        has_top: bool = False,
+        within_s: float = _SEARCH_S,
     ) -> Page:
         """Return a page of samples that pass the filter, newest step first, grouped by problem.
 
@@ -327,18 +332,20 @@ class Catalog:
 
         Raises ValueError for an unknown flag, or words without a letter or digit.
         """
-        if unknown := set(wanted.flag) - FLAGS.keys():
+        if unknown := set(criteria.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is not a filter; expected some of {', '.join(FLAGS)}")
-        conditions, values = _conditions(wanted)
-        num = None if wanted.words else self._all(f"SELECT count(*) FROM samples WHERE {conditions}", values)[0][0]
-        below, place = conditions, values
+        conditions, values = _conditions(criteria)
+        num = None if criteria.words else self._all(f"SELECT count(*) FROM samples WHERE {conditions}", values)[0][0]
+        page_conditions, page_values = conditions, values
         if top is not None:
             block = "coalesce((SELECT block FROM samples WHERE (step, line) = (?, ?)), 0)"
-            below += f" AND (step, block, line) {'<=' if has_top else '<'} (?, {block}, ?)"
-            place = [*values, top[0], *top, top[1]]
-        if wanted.words:
-            return self._search(wanted.words, below, place, within_s)
-        page = _page(self._rows(below, place, f"ORDER BY step DESC, block DESC, line DESC LIMIT {PAGE + 1}"), num)
+            page_conditions += f" AND (step, block, line) {'<=' if has_top else '<'} (?, {block}, ?)"
+            page_values = [*values, top[0], *top, top[1]]
+        if criteria.words:
+            return self._search(criteria.words, page_conditions, page_values, within_s)
+        page = _page(
+            self._rows(page_conditions, page_values, f"ORDER BY step DESC, block DESC, line DESC LIMIT {PAGE + 1}"), num
+        )
         return replace(page, played=self.played(page.rows, conditions, values))
 
     def played(self, rows: Sequence[Row], conditions: str = "true", values: Sequence[Any] = ()) -> list[Played]:
@@ -393,17 +400,17 @@ class Catalog:
             return self._db.execute(sql, list(values)).fetchall()
 
 
-def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
+def _conditions(criteria: Filter) -> tuple[str, list[Any]]:
     bounds = {
-        "agent = ?": wanted.agent,
-        "problem = ?": wanted.problem,
-        "step >= ?": wanted.first,
-        "step <= ?": wanted.last,
-        "reward >= ?": wanted.low,
-        "reward <= ?": wanted.high,
+        "agent = ?": criteria.agent,
+        "problem = ?": criteria.problem,
+        "step >= ?": criteria.first,
+        "step <= ?": criteria.last,
+        "reward >= ?": criteria.low,
+        "reward <= ?": criteria.high,
     }
     used = [(condition, value) for condition, value in bounds.items() if value is not None]
-    used += [("list_contains(flags, ?)", flag) for flag in wanted.flag]
+    used += [("list_contains(flags, ?)", flag) for flag in criteria.flag]
     return " AND ".join(["true", *(condition for condition, _ in used)]), [value for _, value in used]
 
 

@@ -24,30 +24,32 @@ def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
         refuse_file_of_a_run(Path(html))
     names = names_of([Path(path) for path in paths])
     runs = [read_compared(Path(path)) for path in paths]
-    told = shown(side_by_side(runs, names))
-    _show(console, runs, told)
+    comparison = shown(side_by_side(runs, names))
+    _show(console, runs, comparison)
     if html is not None:
-        write_page(Path(html), ("compare",), {"compare": told, "runs": [{"name": name} for name in told["names"]]})
+        write_page(
+            Path(html), ("compare",), {"compare": comparison, "runs": [{"name": name} for name in comparison["names"]]}
+        )
         console.print(Text(f"page: {html}"))
 
 
-def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -> None:
-    names = told["names"]
+def _show(console: Console, runs: Sequence[Compared], comparison: Mapping[str, Any]) -> None:
+    names = comparison["names"]
     last = table_of(
         "last evaluations, 95% intervals over problems; in brackets: minus the first run, paired", "", *names
     )
-    for row in told["rows"]:
+    for row in comparison["rows"]:
         last.add_row(*map(Text, (row["name"], *map(_cell, row["cells"]))))
     console.print(last)
     course = table_of("evaluations on the way", "run", "step", "tokens", "hours", "alone", "system")
     for name, run in zip(names, runs, strict=True):
-        for i, (place, each) in enumerate(run.evaluations):
-            numbers = (f"{place.step}", f"{place.tokens:,.0f}", f"{place.hours:.2f}")
-            values = (_estimate(numbers_of(found)) for found in (each.alone, each.system))
+        for i, (position, evaluation) in enumerate(run.evaluations):
+            numbers = (f"{position.step}", f"{position.tokens:,.0f}", f"{position.hours:.2f}")
+            values = (_estimate(numbers_of(found)) for found in (evaluation.alone, evaluation.system))
             course.add_row(*map(Text, ("" if i else name, *numbers, *values)))
     console.print(course)
-    takes = table_of(f"the last evaluations; {told['meaning']}", "", *told["columns"])
-    for run in told["costs"]:
+    takes = table_of(f"the last evaluations; {comparison['meaning']}", "", *comparison["columns"])
+    for run in comparison["costs"]:
         takes.add_row(*map(Text, (run["name"], *run["cells"])))
         for part in run["parts"]:
             takes.add_row(*map(Text, (f"  {part['name']}", *part["cells"])))
@@ -55,7 +57,7 @@ def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -
     differs = table_of("settings that differ", "", *names)
     for column in differs.columns:
         column.no_wrap, column.overflow = False, "fold"  # lists of files can be long
-    for key, values in told["settings"].items():
+    for key, values in comparison["settings"].items():
         differs.add_row(*map(Text, (key, *values)))
     console.print(differs if differs.row_count else "no setting differs")
 

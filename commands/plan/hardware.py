@@ -225,9 +225,9 @@ def gpu_here() -> Gpu | None:
 
 def constants(gpu: Gpu) -> list[Constant]:
     """Return all constants that a plan for this GPU uses."""
-    of_gpu = [
+    gpu_constants = [
         Constant(label, getattr(gpu, field.name), unit, source)
         for field in fields(gpu)
         for label, unit, source in [_GPU_SOURCES[field.name]]
     ]
-    return [*of_gpu, *ASSUMPTIONS]
+    return [*gpu_constants, *ASSUMPTIONS]

@@ -218,14 +218,16 @@ def adapters_bytes(setup: Training) -> float:
     """Return the bytes that a layer's adapters save for the backward, if a whole micro-batch belongs to the largest adapter."""
     s, t, tokens = setup.shape, setup.layout.tensor, setup.tokens_of_rank
     total = 0.0
-    if ranks := [each.rank for each in setup.adapters if "attention" in each.targets]:
+    if ranks := [adapter.rank for adapter in setup.adapters if "attention" in adapter.targets]:
         total += tokens * (3 + 1 / t) * max(ranks)
-    if not s.num_experts and (ranks := [each.rank for each in setup.adapters if "mlp" in each.targets]):
+    if not s.num_experts and (ranks := [adapter.rank for adapter in setup.adapters if "mlp" in adapter.targets]):
         total += tokens * (2 + 1 / t) * max(ranks)
-    if s.num_experts and (ranks := [each.rank_in_experts(s) for each in setup.adapters if "experts" in each.targets]):
+    if s.num_experts and (
+        ranks := [adapter.rank_in_experts(s) for adapter in setup.adapters if "experts" in adapter.targets]
+    ):
         total += setup.rows * 3 * max(ranks)
-    of_one = (adapter_elements(s, setup.layout, (each,)).total for each in setup.adapters)
-    total += max(of_one, default=0) / (s.num_layers // setup.layout.pipeline)
+    adapter_sizes = (adapter_elements(s, setup.layout, (adapter,)).total for adapter in setup.adapters)
+    total += max(adapter_sizes, default=0) / (s.num_layers // setup.layout.pipeline)
     return total * setup.size
 
 
@@ -282,12 +284,12 @@ def replay_bytes(setup: Training) -> tuple[int, int]:
     s, layout = setup.shape, setup.layout
     if setup.router_replay == "none" or not s.num_experts:
         return 0, 0
-    each = s.experts_per_token * expert_dtype(s.num_experts).itemsize
-    own = -(-setup.tokens_of_rank // layout.tensor) * (s.num_layers // layout.pipeline)
+    token_bytes = s.experts_per_token * expert_dtype(s.num_experts).itemsize
+    local_tokens = -(-setup.tokens_of_rank // layout.tensor) * (s.num_layers // layout.pipeline)
     if setup.router_replay == "recompute":
-        return 2 * own, own * each
+        return 2 * local_tokens, local_tokens * token_bytes
     packed = setup.tokens + (setup.tokens_of_rank if layout.context > 1 else 0)
-    return packed * s.num_layers * each + own * (each + 2), 0
+    return packed * s.num_layers * token_bytes + local_tokens * (token_bytes + 2), 0
 
 
 def head_bytes(setup: Training) -> int:

@@ -46,19 +46,19 @@ class RankElements:
 @lru_cache(maxsize=64)
 def elements(shape: ModelShape) -> Elements:
     """Count the parameters of the whole model, tensor by tensor, from the mapping between Hugging Face and Megatron."""
-    found = units(shape, 1)
-    layer = [unit for unit in found if unit.name.startswith("decoder.layers.0.")]
+    all_units = units(shape, 1)
+    layer = [unit for unit in all_units if unit.name.startswith("decoder.layers.0.")]
 
     def count(chosen: Iterable[Unit]) -> int:
         return sum(prod(size) for unit in chosen for size in hf_shapes(shape, unit))
 
     return Elements(
-        embedding=count(u for u in found if u.name.startswith("embedding.")),
-        head=count(u for u in found if u.name.startswith("output_layer.")),
+        embedding=count(u for u in all_units if u.name.startswith("embedding.")),
+        head=count(u for u in all_units if u.name.startswith("output_layer.")),
         layer_cut=count(u for u in layer if u.cut is not None and u.expert is None),
         layer_whole=count(u for u in layer if u.cut is None),
         layer_experts=count(u for u in layer if u.expert is not None),
-        final_norm=count(u for u in found if "final_layernorm" in u.name),
+        final_norm=count(u for u in all_units if "final_layernorm" in u.name),
         num_layers=shape.num_layers,
     )
 

@@ -71,11 +71,11 @@ class Option:
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
     """Return all valid layouts and recompute modes: first those that fit, fastest first; then those closest to fitting."""
-    adapts_experts = any("experts" in each.targets for each in job.training.adapters)
+    adapts_experts = any("experts" in adapter.targets for adapter in job.training.adapters)
     layouts = [
-        each
-        for each in fitting(job.training.shape, job.training.world_size)
-        if (each.context == 1 or job.cuts_sequences) and (each.expert_tensor == 1 or not adapts_experts)
+        layout
+        for layout in fitting(job.training.shape, job.training.world_size)
+        if (layout.context == 1 or job.cuts_sequences) and (layout.expert_tensor == 1 or not adapts_experts)
     ]
     found = [option(job, layout, recompute, gpu) for layout in layouts for recompute in RECOMPUTE]
     return sorted(found, key=lambda o: (not o.fits, o.time.total if o.fits else o.needed, o.layout.words))

@@ -128,12 +128,12 @@ def step_time(
     kept = layer_bytes(setup, "none") * num_layers * tokens / setup.tokens
     time.elementwise = (3 + again) * kept / memory
 
-    of_layers = tokens / layout.context * shape.hidden_size * e * num_layers
+    hidden_bytes = tokens / layout.context * shape.hidden_size * e * num_layers
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
     tensor_link = gpu.link(layout.tensor)
-    time.tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
+    time.tensor_parallel = collectives * hidden_bytes * (layout.tensor - 1) / layout.tensor / tensor_link
     if shape.num_experts:
-        rows = of_layers / layout.tensor * shape.experts_per_token
+        rows = hidden_bytes / layout.tensor * shape.experts_per_token
         across = layout.expert * layout.expert_tensor
         copies = hw.PERMUTATION_COPIES.value + (4 if across > 1 else 0)
         moved = rows * layout.expert_tensor * setup.expert_imbalance
@@ -152,7 +152,7 @@ def step_time(
     time.optimizer = _optimizer(setup, gpu) * work.updates
     time.scoring = sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored)
     if setup.recompute == "full_offload":
-        time.offloading = 2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
+        time.offloading = 2 * hidden_bytes / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
     return time
 
 

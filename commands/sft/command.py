@@ -99,12 +99,14 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
     with ExitStack() as undo, origin.places_in_errors():
         began = settings_to_resume(config) if is_first else None  # rank 0 sends the dtypes to the others
         config, dtypes = decide_dtypes(config, began)
-        found, ends = _checked(config)
+        demonstrations, ends = _checked(config)
         if is_first:
             directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
             lock = RunLock(directory)
             undo.callback(lock.release)
-            fingerprint = {"data.demonstrations": {"demonstrations": len(found.lines), "sum": found.sum}}
+            fingerprint = {
+                "data.demonstrations": {"demonstrations": len(demonstrations.lines), "sum": demonstrations.sum}
+            }
             lines = [f"warning: {lock.warning}"] if lock.warning else []
             if directory.existed and config.run.resume != "off":
                 lines += _differing(directory, config, fingerprint)
@@ -112,7 +114,7 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
             directory.keep_data(fingerprint)
             print(f"# settings: {origin}", *dtypes, *ends, *lines, sep="\n", flush=True)
         undo.pop_all()
-    return PreparedSft(config, found, directory, lock)
+    return PreparedSft(config, demonstrations, directory, lock)
 
 
 def teach_team(prepared: PreparedSft) -> None:
@@ -334,11 +336,11 @@ class _Training:
                 folder.parent.mkdir(exist_ok=True)
         barrier()  # all ranks must check before the first folder appears
         for name, folder in missing.items():
-            policy, held = self._config.policies[name], self._learners[name].held()
+            policy, weights = self._config.policies[name], self._learners[name].held()
             if policy.adapter is None:
-                held.save_hf(folder, str(policy.model))
+                weights.save_hf(folder, str(policy.model))
                 continue
-            tensors = {tensor: each.detach().cpu() for tensor, each in held.export()}  # rank 0 gets all tensors
+            tensors = {tensor: value.detach().cpu() for tensor, value in weights.export()}  # rank 0 gets all tensors
             if rank() == 0:
                 with made_whole(folder) as part:
                     write_adapter(part, read_shape(str(policy.model)), policy.adapter, tensors, str(policy.model))

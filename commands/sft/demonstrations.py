@@ -145,13 +145,13 @@ class _Reader:
             raise BadLine("messages: expected at least two, the last of them from the assistant: it is the completion")
         if not isinstance(tools, list | tuple):
             raise BadLine(f"tools: expected a list of functions, found {type(tools).__name__}")
-        *asked, last = messages
+        *prompt_messages, last = messages
         well_formed(json.dumps([messages, tools], ensure_ascii=False), "messages")
         if field := next((name for name in _THOUGHTS if last.get(name)), None):
             raise BadLine(f"messages: {field} is not supported; put the reasoning into content, as the model writes it")
         options = self._options(writer)
         try:
-            prompt, text = renderer.render(asked, tools, **options)
+            prompt, text = renderer.render(prompt_messages, tools, **options)
             calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
         except (ValueError, TypeError) as error:
             raise BadLine(f"messages: the chat template rejects them: {error}") from error
@@ -162,23 +162,23 @@ class _Reader:
                 raise BadLine("messages: the chat template opens a <think> block, but the completion does not close it")
         return prompt, content + calls
 
-    def _prompt(self, given: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
-        if isinstance(given, str):
-            return well_formed(given, "prompt")
-        if isinstance(given, list):
+    def _prompt(self, prompt: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
+        if isinstance(prompt, str):
+            return well_formed(prompt, "prompt")
+        if isinstance(prompt, list):
             raise BadLine("prompt is a chat; write it as messages, with the completion as the last message")
-        if not isinstance(given, dict):
+        if not isinstance(prompt, dict):
             raise BadLine("expected messages, or prompt and completion")
         if writer == "any":
             raise BadLine("prompt is an object, but agent is missing; add the agent whose prompt these fields fill")
         role = self._roles[writer]
         needed, allowed = PLACEHOLDERS[role]
-        if not set(needed) <= given.keys() <= {*needed, *allowed}:
+        if not set(needed) <= prompt.keys() <= {*needed, *allowed}:
             raise BadLine(
-                f"prompt has the fields {', '.join(given) or 'none'}; the prompt of {writer} requires {', '.join(needed)}"
+                f"prompt has the fields {', '.join(prompt) or 'none'}; the prompt of {writer} requires {', '.join(needed)}"
                 + (f" and accepts {', '.join(allowed)}" if allowed else "")
             )
-        values = {name: _text(given, name) for name in given}
+        values = {name: _text(prompt, name) for name in prompt}
         return renderer.render(self._prompts_of(writer).fill(role, **values), **self._options(writer))[0]
 
     def _prompts_of(self, agent: str) -> PromptSet:
