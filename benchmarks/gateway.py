@@ -1,15 +1,17 @@
-"""Programs through the gateway: calls a second, rank 0's cost of a call, and tokens a second compared with a native team.
+"""Programs through the gateway: calls/s, rank 0's cost per call, and tokens/s compared with a native team.
 
     python benchmarks/gateway.py [--json FILE] [--sessions 64 256 1024] [--rounds 5]
-    python benchmarks/gateway.py --turns 5 [...]           # and tokens/s over the native team's; takes vLLM
+    python benchmarks/gateway.py --turns 5 [...]           # also tokens/s compared with the native team; needs vLLM
 
-Calls: many sessions at once, each with 8 calls of 320 answer tokens, to a Solver whose sample continues and a Critic that starts
-new ones; one worker process, engines without cost, a tokenizer of Qwen's size. Rank 0's CPU time is that of the player and the
-gateway's server, without the engines'. Memory is Python's peak allocation during a stage.
+Prints:
 
-Tokens/s: a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=2, 256 sessions a stage, as a
-program and as an orchestration with the same prompts. Both have a process of their own and take turns; `ratio:` is the median of
-the turns' ratios.
+    calls       calls/s, rank 0's CPU time and memory, for many concurrent sessions of 8 calls with 320 answer tokens. A Solver
+                continues its sample, a Critic starts new ones. There is one worker process, engines cost nothing, and the
+                tokenizer has the size of Qwen's. The CPU time is that of the player and the gateway's server, without the
+                engines'. Memory is Python's peak allocation during a stage.
+    tokens/s    a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=2 and 256 sessions a stage,
+                as a program and as an orchestration with the same prompts. The two run in their own processes and take turns;
+                `ratio:` is the median over the turns of their ratio.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Overhead of a call of the tool `python`, also beside hostile snippets.
+"""Overhead of a call of the tool `python`, with and without hostile snippets beside it.
 
     python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
 
-All calls go through a ToolPool with as many threads and interpreters ready. Overhead is the time from submit to the output, less
-the snippet's own:
+All calls go through a ToolPool with one thread and one started interpreter per call. Overhead is the time from submit to output,
+minus the snippet's own time.
 
-    alone        one call after the other of `1 + 1`, which takes no time
-    at once      all calls together of a snippet that waits 0.2 s and prints, and so needs no processor
-    neighbours   32 honest calls at once, without and with 8 hostile ones that have begun before: endless loops in
-                 several processes, memory, output, files, threads and recursion
+Prints:
 
-For the calls at once also their cost in this process, which depends less on other load than latencies: CPU time and voluntary
-context switches a call.
+    alone        sequential calls of `1 + 1`, which takes no time
+    at once      all calls together, of a snippet that sleeps 0.2 s and prints, so it needs no processor
+    neighbours   32 honest calls at once, without and with 8 hostile ones that started earlier: endless loops in several
+                 processes, memory, output, files, threads and recursion
+    refill       ms per interpreter to replace the used ones between two rounds
+    load         load average of the machine at the start; other work affects every number
 
-Between two rounds the used interpreters are replaced; `refill` is the time for that, in ms an interpreter. `load` is the
-machine's at the start: other work affects every number. `ratio:` is 30 ms over the median overhead of the calls at
-once.
+The calls at once also show CPU time and voluntary context switches per call in this process, which depend less on other load than
+latencies do. `ratio:` is 30 ms divided by the median overhead of the calls at once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Seconds of training steps by part: a run of trainer/main.py with clocks around its parts.
+"""Seconds of training steps by part, measured in a run of trainer/main.py.
 
-    python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # the words of trainer/main.py
+    python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # arguments of trainer/main.py
     python benchmarks/step_parts.py --config examples/real_team/run.yaml run.steps=2 run.evaluate=false
 
-For each part: calls, seconds by the clock, and CPU seconds of its thread, per step. Parts exclude each other: seconds of a part
-that is called by another are not the other's. The first publish, before the first step, is left out, and so are evaluations.
-Set the engine to `local` with placement `local`: parts of engines in other processes are not seen. torch computes on one thread,
-so that the thread's CPU seconds are all of them; they hold on a shared machine too, where seconds by the clock do not.
-The table comes before the last checkpoint is written.
+Prints for each part, per step: calls, wall-clock seconds, and CPU seconds of its thread. Parts exclude each other: if one part
+calls another, the inner seconds count for the inner part only. The first publish (before the first step) and evaluations are
+left out.
+
+Set rollout.engine=local and rollout.placement=local; engines in other processes are not measured. torch uses one thread, so the
+thread's CPU seconds are complete. On a shared machine CPU seconds are reliable, but wall-clock seconds are not. The table is
+printed before the last checkpoint is written.
 """
 
 from __future__ import annotations

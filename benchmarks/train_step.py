@@ -1,20 +1,20 @@
-"""One training step, ours against plain Megatron and the reference loop, on one long-tailed batch: tokens/s, peak memory.
+"""One training step of ours, plain Megatron and the reference loop on the same long-tailed batch: tokens/s, peak memory.
 
     python benchmarks/train_step.py [--json FILE] [--repeats 5]
-    python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on so many ranks
+    python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on as many ranks
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
-    python benchmarks/train_step.py --model slice_tiny                  # the same way on a CPU
+    python benchmarks/train_step.py --model slice_tiny                  # the same code path on a CPU
     python benchmarks/train_step.py --model /models/smollm2 --dtype float32    # a model's directory, on a short batch
     python benchmarks/train_step.py --adapter                           # adapters of four agents on one base
     python benchmarks/train_step.py --adapter attention experts         # these targets alone
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
     python benchmarks/train_step.py --parts [RECOMPUTE ...] --micro-batch 16384   # instead: ours alone, by part
 
-Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
-(the gradient norms are compared first: no number for a wrong step). With --adapter ours, of all agents in one micro-batch,
-are beside PEFT's in that loop, one after the other, and beside our step of all weights, another update. Each variant
-runs in processes of its own, on a CPU with one thread a rank. There, and with one rank, all are loaded at once and take turns,
-a step each; else one is measured after the other.
+Ours packs sequences, leaves out groups whose rewards are all equal, and uses the fused head (no full logits). All variants
+compute the same update: gradient norms are compared first, and a wrong step prints no number. With --adapter, ours puts all
+agents in one micro-batch. It is compared with PEFT in the reference loop, one agent after the other, and with our step that
+trains all weights, whose update differs. Each variant has its own processes, with one thread per rank on a CPU. On a CPU, or
+with one rank, all variants are loaded at once and take turns, one step each; otherwise they run one after the other.
 
 tokens/s = all non-padding tokens of the given batch / seconds of the step, for everybody. Seconds:
 process time of one rank on a CPU, the clock where there are several or a GPU. Memory: the most over ranks, of a CPU peak RSS

@@ -1,14 +1,17 @@
-"""Seconds that `marsrl view` takes on a run of 1 M samples: to read it, and to filter it.
+"""Seconds that `marsrl view` takes to read and to filter a run of 1 M samples.
 
     python benchmarks/view.py [--samples 1000000] [--folder DIR] [--json FILE]
 
-The run is made up: 1,000 samples a step by five agents, texts of some 60 words of which a few are rare (Zipf), 60 metrics a step.
+The run is synthetic: 1,000 samples a step by five agents, 60 metrics a step, and texts of about 60 words, a few of them rare
+(Zipf).
 
-    read        samples a second, into the viewer's memory, without their texts
-    a filter    the slowest of some (by agent, reward, flag, words, alone and together), each the median of 5 asked one after
-                the other through the server, a page of 50 or what was found when its time was over
+Prints:
 
-Wanted: a filter under 300 ms. `ratio:` is 300 ms over the slowest filter.
+    read        samples/s read into the viewer's memory, without their texts
+    a filter    the slowest of several filters (agent, reward, flag, words; alone and combined). Each is the median of 5 requests
+                to the server for a page of 50, or for the matches found when the search's time limit ends.
+
+The target is 300 ms per filter; `ratio:` is 300 ms divided by the slowest filter's time.
 """
 
 from __future__ import annotations

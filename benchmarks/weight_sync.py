@@ -3,20 +3,21 @@
     python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
                                      [--changed 0.008 0.045 0.2]
 
-The engine is our local one in a process of its own, one thread on either side; versions are published by one backend
-after the other. Without CUDA nccl is measured as gloo (TCP over the loopback), ipc as a file in /dev/shm that both map: their CPU
-twins, not the backends themselves. Memory bandwidth is that of a copy, measured between the repeats (bytes read + bytes
-written). Bytes that must move, a byte of weights, and so the bound of each backend:
+The engine is our local one in its own process, with one thread on each side. Backends publish in turn. Without CUDA the CPU twins
+are measured instead of the backends: gloo (TCP over loopback) for nccl, and a file in /dev/shm that both processes map for ipc.
+Memory bandwidth is that of a copy (bytes read + bytes written), measured between the repeats.
 
-    shm   write 2, load 2, checksums on both sides 2                                                              = 6
-    ipc   pack into the shared bucket 2, copy to its place 2, checksums 2                                         = 6
-    nccl  pack 2, into the kernel 2, out of it 2, copy to its place 2, checksums 2 (gloo; NVLink moves it once)   = 10
-    delta pack 2, compare 2, keep what was sent 2, checksums 2, and 6 a byte sent                                 = 8 +
+Prints the seconds of each part, GB/s, and the share of the bound. The bound of a backend is the bytes that it must move, per byte
+of weights, divided by the memory bandwidth:
 
-delta is nccl's twin with sync.delta, where --changed of the numbers have changed since the publish before.
---mib 0 has 18,867 tensors so small that time is the host's: of both processes on their CPUs, a tensor of the checkpoint.
-Share: the bound over the measured seconds. `ratio:` is that of shm, for the largest size. The extrapolation to 61 GB is
-proportional to bytes, on this machine's one process: no measurement.
+    shm   write 2, load 2, checksums on both sides 2                                                               = 6
+    ipc   pack into the shared bucket 2, copy to the engine's tensor 2, checksums 2                                = 6
+    nccl  pack 2, into the kernel 2, out of it 2, copy to the tensor 2, checksums 2 (gloo; NVLink moves it once)   = 10
+    delta pack 2, compare 2, store what was sent 2, checksums 2, and 6 per byte sent                               = 8 +
+
+delta is nccl's twin with sync.delta; --changed is the share of parameters that changed since the previous publish. --mib 0 has
+18,867 tiny tensors, so its time is host time per tensor of the checkpoint, on the CPUs of both processes. `ratio:` is the share
+of the bound of shm at the largest size. The extrapolation to 61 GB is proportional to bytes and was not measured.
 """
 
 from __future__ import annotations

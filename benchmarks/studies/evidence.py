@@ -233,7 +233,7 @@ class Runner:
             job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around, curves or {}
         )
         write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
-        print(f"{job.name}: {stopped or _line(found)}, {seconds:.0f} s", flush=True)
+        print(f"{job.name}: {stopped or _line(numbers)}, {seconds:.0f} s", flush=True)
 
 
 def warm_started(settings: Sequence[str]) -> Path:

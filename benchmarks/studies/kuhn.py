@@ -62,13 +62,13 @@ def average(policies: Sequence[Bets]) -> Bets:
 
     At each decision point a policy's moves are weighted by the probability with which its player reaches the point.
     """
-    found = {}
+    bets = {}
     for card, history in POINTS:
-        reach = [1 - each[card, ""] if history == "01" else 1.0 for each in policies]
-        found[card, history] = sum(r * each[card, history] for r, each in zip(reach, policies, strict=True)) / sum(
+        reach = [1 - policy[card, ""] if history == "01" else 1.0 for policy in policies]
+        bets[card, history] = sum(r * policy[card, history] for r, policy in zip(reach, policies, strict=True)) / sum(
             reach
         )
-    return found
+    return bets
 
 
 class Deals(OwnTask):
@@ -177,12 +177,12 @@ def train(folder: Path, arm: str, seed: int, more: Sequence[str], model: Path) -
     command = [sys.executable, str(MAIN), *settings(folder, model), *ARMS[arm], *more]
     subprocess.run([*command, f"run.seed={seed}", f"run.name={name}"], check=True, stdout=subprocess.DEVNULL)
     checkpoints = sorted((folder / name / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    found = [scored(model)]
+    scores = [scored(model)]
     for checkpoint in checkpoints:
         export(checkpoint, folder / name / "exported" / checkpoint.name)
-        found.append(scored(folder / name / "exported" / checkpoint.name))
-    policies = [bets for bets, _ in found]
-    last = found[-max(1, len(checkpoints) // 4) :]
+        scores.append(scored(folder / name / "exported" / checkpoint.name))
+    policies = [bets for bets, _ in scores]
+    last = scores[-max(1, len(checkpoints) // 4) :]
     return {
         "start": exploitability(policies[0]),
         "last": fmean(exploitability(bets) for bets, _ in last),

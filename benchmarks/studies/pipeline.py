@@ -24,13 +24,13 @@ from pathlib import Path
 from simulation import study, tables
 
 
-def draw_idle(found: study.Study, grid: study.Grid, path: Path) -> None:
+def draw_idle(result: study.Study, grid: study.Grid, path: Path) -> None:
     """Draw the share of the engines' time without work, one line per pipeline."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(6.4, 3.4), layout="constrained")).subplots()
     for pipeline in study.PIPELINES:
-        idle = [100 * found.rows[study.central(grid, pipeline, n)].idle_share for n in grid.segments]
+        idle = [100 * result.rows[study.central(grid, pipeline, n)].idle_share for n in grid.segments]
         axes.plot([str(n) for n in grid.segments], idle, marker="o", label=pipeline)
     axes.set(title="Engines without work, % of the time", xlabel="segments", ylabel="%", ylim=(0, None))
     axes.legend()

@@ -1,22 +1,26 @@
-"""Simulation of 64 to 1,024 GPUs, event by event: rank 0's part of a step, and the gain by pipeline and overlap.
+"""Simulate clusters of 64 to 1,024 GPUs event by event: cost of rank 0 per step, and gains of pipeline and overlap.
 
-    python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]       1024 too: several minutes and GiB more
+    python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]     # 1024: several minutes and GiB more
 
-The project's player, pool and team run with simulated H100s on a virtual clock (simulation/). Five agents, 64k: 128
-problems a step, of at most 72 samples, for 64 GPUs, and as many for each GPU of more; rollout.overlap=1, 4 segments; 40 of 64
-GPUs decode and 24 train. Seconds a step are those of 64 GPUs after 24 steps: more GPUs have as much to do, each.
+The project's own player, pool and team run with simulated H100s on a virtual clock (simulation/). The setting: five agents;
+responses of up to 64k tokens; 128 problems a step of at most 72 samples each for 64 GPUs, and proportionally more for more GPUs;
+rollout.overlap=1; 4 segments. Of 64 GPUs, 40 decode and 24 train. Step times are those of 64 GPUs after 24 steps, because each
+GPU of a larger cluster has the same load.
 
-    rank 0      CPU seconds of player, prompts, credit, mini-batches, packing plan, encoding, samples log and its ends of the
-                messages to and from engines, all the project's own, in a process for each number of GPUs (simulated engines,
-                which decode the texts, not counted): what the 5th to 7th step play, for each sample asked for there, and what
-                becomes of the samples that the 7th trains, for each of these; a sample's times the samples of a step. There,
-                completions have 1/64 of their tokens, for memory's sake; a token's seconds are those of 64 GPUs with 1/4
-                beside 1/64
-    pipeline    tokens a second: the above over whole trajectories on all 64 GPUs, in turn with the trainer
-    overlap     tokens a second, one agent, 32k: rollout.overlap=1, with three divisions of the GPUs, 1 and 4 segments, over
-                rollout.overlap=0 on all 64 GPUs
+Prints:
 
-Tokens, because the samples that a few steps train vary (8,435 and 11,092 a step, in runs of other draws with equal tokens).
+    rank 0      CPU seconds of player, prompts, credit, mini-batches, packing plan, encoding, samples log, and rank 0's side of
+                the messages to and from engines. All of it is the project's own code. Each number of GPUs has its own process;
+                the simulated engines, which also decode the texts, are not counted. Measured on steps 5 to 7, per sample
+                requested there, and on training step 7, per sample trained; then multiplied by the samples of a step.
+                Completions have 1/64 of their tokens to save memory. The seconds per token come from 64 GPUs, by comparing 1/4
+                of the tokens with 1/64.
+    pipeline    tokens/s with the above, relative to whole trajectories on all 64 GPUs that alternate with the trainer
+    overlap     tokens/s of one agent with 32k tokens and rollout.overlap=1, for three splits of the GPUs and 1 or 4 segments,
+                relative to rollout.overlap=0 on all 64 GPUs
+
+Rates are in tokens, because the number of samples that a few steps train varies between seeds: 8,435 and 11,092 a step in runs
+with equally many tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Bias of estimators of credit by turn on a toy of two turns, exact: every outcome of a group, weighed by its probability.
+"""Exact bias of estimators of credit by turn, on a toy of two turns: all outcomes of a group are enumerated.
 
     python benchmarks/studies/turn_credit.py
 
-Turn 1 continues (probability .5; pays .5) or stops (pays .6); turn 2 pays 1 (probability .4) or 0. Printed is the expected
-estimate of both turns' gradients as a multiple of the gradient, which is 1 without bias, and its standard deviation. The last
-line is about six turns, each with a reward that is noise of one size, independent of the others.
+Turn 1 continues (probability 0.5, reward 0.5) or stops (reward 0.6); turn 2 earns 1 (probability 0.4) or 0.
+
+Prints each estimator's expected gradient of both turns, divided by the true gradient (1 means no bias), and its standard
+deviation. The last line is about a session of six turns whose rewards are independent noise of equal size.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ GRADIENT = np.array([CONTINUES * (1 - CONTINUES) * (0.5 + PAYS - 0.6), CONTINUES
 def moments(estimator: Estimator, num_sessions: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ([2] expected estimate over the gradient, [2] standard deviation of the estimate)."""
     first, second = np.zeros(2), np.zeros(2)
-    for places, probability in _groups(num_sessions):
-        advantages = estimator([SESSIONS[place][1] for place in places])
+    for sessions, probability in _groups(num_sessions):
+        advantages = estimator([SESSIONS[session][1] for session in sessions])
         estimate = np.zeros(2)
-        for place, own in zip(places, advantages, strict=True):
-            for turn, advantage in enumerate(own):
-                estimate[turn] += advantage * SESSIONS[place][2][turn] / num_sessions
+        for session, session_advantages in zip(sessions, advantages, strict=True):
+            for turn, advantage in enumerate(session_advantages):
+                estimate[turn] += advantage * SESSIONS[session][2][turn] / num_sessions
         first += probability * estimate
         second += probability * estimate**2
     return first / GRADIENT, np.sqrt(second - first**2)
@@ -58,10 +59,10 @@ def noise(estimator: Estimator, num_sessions: int, num_turns: int) -> float:
 
 def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Yield every multiset of sessions with its probability."""
-    for places in combinations_with_replacement(range(len(SESSIONS)), num_sessions):
-        counts = [places.count(place) for place in range(len(SESSIONS))]
+    for sessions in combinations_with_replacement(range(len(SESSIONS)), num_sessions):
+        counts = [sessions.count(session) for session in range(len(SESSIONS))]
         orders = math.factorial(num_sessions) / math.prod(map(math.factorial, counts))
-        yield places, orders * math.prod(SESSIONS[place][0] for place in places)
+        yield sessions, orders * math.prod(SESSIONS[session][0] for session in sessions)
 
 
 def samples_of(sessions: Sequence[Rewards]) -> Group:
@@ -69,15 +70,15 @@ def samples_of(sessions: Sequence[Rewards]) -> Group:
     return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
 
 
-def _sample(place: int, rewards: Rewards) -> Sample:
+def _sample(session: int, rewards: Rewards) -> Sample:
     num_tokens = 3 * len(rewards) - 1
     is_sampled = np.arange(num_tokens) % 3 < 2
     empty, zeros = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
     turns = tuple(Turn(k + 1, 3 * k, 3 * k + 2, Finish.STOP) for k in range(len(rewards)))
     reward = Reward(sum(rewards), 0.0, turns=(*rewards[:-1], 0.0))
-    name, group = f"0.{place}/solver:0", "0/solver"
-    given = (empty[:1], empty, is_sampled, zeros, (), Finish.STOP)
-    return Sample(name, "0", "p", "solver", group, None, *given, reward=reward, turns=turns)
+    name, group = f"0.{session}/solver:0", "0/solver"
+    fields = (empty[:1], empty, is_sampled, zeros, (), Finish.STOP)
+    return Sample(name, "0", "p", "solver", group, None, *fields, reward=reward, turns=turns)
 
 
 def ours(sessions: Sequence[Rewards]) -> list[list[float]]:

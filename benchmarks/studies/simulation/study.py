@@ -95,11 +95,11 @@ def central(grid: Grid, pipeline: Pipeline, segments: int) -> Setting:
 
 def settings(grid: Grid) -> list[Setting]:
     """Return every run once, the centre first."""
-    places = [(grid.engines, grid.problems)]
-    places += [(engines, grid.problems) for engines in grid.engine_axis]
-    places += [(grid.engines, problems) for problems in grid.problem_axis]
+    sizes = [(grid.engines, grid.problems)]
+    sizes += [(engines, grid.problems) for engines in grid.engine_axis]
+    sizes += [(grid.engines, problems) for problems in grid.problem_axis]
     runs = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
-    runs += [setting for point in places for setting in (reference(*point), ours(*point))]
+    runs += [setting for size in sizes for setting in (reference(*size), ours(*size))]
     if grid.overlap_at is not None:
         runs += [overlapped(grid.overlap_at, overlap) for overlap in (0, 1)]
     return list(dict.fromkeys(runs))

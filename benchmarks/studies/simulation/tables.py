@@ -53,11 +53,11 @@ def pipelines_text(study: Study, grid: Grid) -> str:
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
 
 
-def overlap_text(study: Study, place: tuple[int, int]) -> str:
-    """Compare agentic with 4 segments, with and without training in parallel to decoding. place: engines, problems."""
-    rows = [(str(overlap), *_cells(study.rows[overlapped(place, overlap)])) for overlap in (0, 1)]
+def overlap_text(study: Study, size: tuple[int, int]) -> str:
+    """Compare agentic with 4 segments, with and without training in parallel to decoding. size: engines, problems."""
+    rows = [(str(overlap), *_cells(study.rows[overlapped(size, overlap)])) for overlap in (0, 1)]
     head = (
-        f"rollout.overlap, agentic with 4 segments, {place[0]} engines, {place[1]} problems "
+        f"rollout.overlap, agentic with 4 segments, {size[0]} engines, {size[1]} problems "
         "(with 1 the trainer has GPUs of its own: twice as many in all)"
     )
     return f"{head}\n" + columns(("overlap", *_HEADS), rows)
