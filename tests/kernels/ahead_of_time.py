@@ -1,4 +1,4 @@
-"""Compile Triton kernels for GPUs that this machine does not have, and read what the compiler made of them.
+"""Compile Triton kernels for GPUs that this machine does not have, and inspect the result.
 
 with compile_well(90, ["attention_forward"]) as reports:  # what an op launches, with its true specialisation
     TritonAttention().forward(q, ...)  # q etc. on device="meta": any size, no memory, nothing runs
@@ -24,28 +24,30 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 TARGETS = (80, 90)  # A100, H100
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # what one program may use (CUDA C++ guide, compute capabilities)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # shared memory of a program (CUDA C++ guide, compute capabilities)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
 class Report:
-    """One compiled kernel. spill_bytes: local memory a thread needs, which is what did not fit its registers."""
+    """One compiled kernel. spill_bytes: local memory per thread, for values that do not fit in registers."""
 
     kernel: str
     target: int
     registers: int
     spill_bytes: int
     shared_bytes: int
-    num_hmma: int  # tensor-core instructions of sm_80, and of sm_90 where a tile is small or float32
+    num_hmma: int  # tensor-core instructions of sm_80; on sm_90 for small tiles or float32
     num_hgmma: int  # warpgroup tensor-core instructions of sm_90
-    num_wide_loads: int  # of global memory, 128 bits a thread
+    num_wide_loads: int  # loads of 128 bits per thread from global memory
     num_wide_stores: int
-    narrow_products: tuple[tuple[str, str], ...]  # numbers that are multiplied in 32 bits, neither of them a constant
+    narrow_products: tuple[
+        tuple[str, str], ...
+    ]  # pairs of numbers that are multiplied in 32 bits, neither of them a constant
 
 
-# 32 bits are enough for what counts programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and some
-# pieces of the vocabulary. Kernel -> a factor of such products, by the name that the kernel has for it.
+# 32 bits are enough to count programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and some pieces of the
+# vocabulary. Kernel -> a factor of such products, by its name in the kernel.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
@@ -54,15 +56,15 @@ SMALL_TABLES = {
     "matrix_gradients": {"num_in_tiles"},
 }
 ATTENTION = ["attention_forward", "attention_query_gradient", "attention_key_gradients"]
-# Bytes a thread. ptxas lays one double of exact_exp on the stack, with 40 registers in use: not for lack of them. A few addresses
-# of attention wait in local memory while the sums fill 255 registers; smaller tiles would read more.
+# Bytes per thread. ptxas puts one double of exact_exp on the stack, with only 40 registers in use. A few addresses of attention
+# are spilled while the sums fill 255 registers; smaller tiles would read more.
 ALLOWED_SPILLS = {"row_gradients": 8, "prepare_rows": 8, **dict.fromkeys(ATTENTION, 96)}
-# Kernels that multiply 16-bit (or tf32) tiles: on tensor cores, of which all others use none.
+# Kernels that multiply 16-bit (or tf32) tiles on tensor cores. All others use none.
 PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTION}
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """On no device: of any size, without memory."""
+    """Return tensors without a device: of any size, without memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -72,7 +74,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 @contextmanager
 def compiled_launches(target: int) -> Iterator[list[Report]]:
-    """In here a launch compiles for the target instead of running; the list has a report for each launch so far."""
+    """Launches inside the block compile for the target instead of running; the list has a report for each."""
     reports: list[Report] = []
     run = JITFunction.run
 
@@ -106,8 +108,9 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
 
 
 def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
-    """The pairs of numbers that a kernel multiplies in 32 bits, by their names there, where neither is made of constants and
-    ranges alone: a row times the distance of rows passes 2^31."""
+    """Return the pairs of numbers that a kernel multiplies in 32 bits, by their names, unless one is made only of constants and
+    ranges: a row times the row stride exceeds 2^31.
+    """
     values = {}
     for line in intermediate.splitlines():
         if found := re.match(r"\s*%([\w-]+)(?::\d+)? = ([\w.]+)(.*)", line):
@@ -139,8 +142,9 @@ def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
 
 @contextmanager
 def compile_well(target: int, kernels: list[str], *, is_wide: bool = False) -> Iterator[list[Report]]:
-    """What is launched in here is these kernels. Each fits the GPU, uses its tensor cores where it should, and reaches memory
-    beyond 2^31 elements; is_wide: with loads and stores of 128 bits."""
+    """Check that exactly these kernels are launched in the block. Each must fit the GPU, use its tensor cores where expected, and
+    address more than 2^31 elements. is_wide: with loads and stores of 128 bits.
+    """
     with compiled_launches(target) as reports:
         yield reports
     names = [report.kernel for report in reports]
@@ -153,19 +157,19 @@ def compile_well(target: int, kernels: list[str], *, is_wide: bool = False) -> I
         assert report.shared_bytes <= SHARED_BYTES[target], f"too much shared memory: {report}"
         has_products = report.kernel in PRODUCTS
         assert (report.num_hmma + report.num_hgmma > 0) == has_products, f"tensor cores: {report}"
-        # Two query heads a key head fill a tile of 16 rows: too few for a warpgroup.
+        # Two query heads per key head fill a tile of 16 rows, too few for a warpgroup.
         if target >= 90 and has_products and report.kernel != "decode_split":
             assert report.num_hgmma > 0, f"no warpgroup instruction: {report}"
         assert not is_wide or (report.num_wide_loads and report.num_wide_stores), report
 
 
-@functools.cache  # ops launch a kernel again and again, and the disassembler takes as long as some compile
+@functools.cache  # ops launch a kernel repeatedly, and the disassembler can take as long as the compiler
 def disassembled(cubin: bytes) -> tuple[str, str]:
-    """(what its kernel uses, its instructions)."""
+    """Return (resources of the kernel, its instructions)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        # Without the analysis of where branches lead, which is a quarter of its time.
+        # Without the analysis of branch targets, which takes a quarter of the time.
         return _output_of("cuobjdump", "-res-usage", path), _output_of("nvdisasm", "-c", "-ndf", path)
 
 
@@ -174,7 +178,7 @@ def _output_of(tool: str, *arguments: Any) -> str:
 
 
 class _AbsentDevice:
-    """As much of a driver as a launch asks for before it runs. It counts as device `target`, so caches stay apart."""
+    """The part of a driver that a launch needs before it runs. Counts as device `target`, so caches stay apart."""
 
     def __init__(self, target: int) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""Every test of a kernel starts from the same random numbers. ahead_of_time.py lies beside the tests."""
+"""Every kernel test starts from the same random numbers. Makes ahead_of_time.py importable."""
 
 import pytest
 import torch

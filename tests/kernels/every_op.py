@@ -1,4 +1,4 @@
-"""A small call of every op, forward and backward, and a batch without tokens of those that have a gradient."""
+"""A small call of every op, forward and backward, and a batch without tokens for ops with a gradient."""
 
 import os
 import re
@@ -13,17 +13,17 @@ from marsrl.kernels import explain
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CALLS: dict[str, Taken] = {**HEADS, **MORE, **OPS}
 WITHOUT_TIERS = ("pack", "kept_rows")
-"""PyTorch's operations, whatever the device."""
+"""PyTorch's operations, on any device."""
 
 
 def force(monkeypatch: pytest.MonkeyPatch, name: str, tier: str) -> None:
-    """The op of this call is served by that implementation."""
+    """Serve this call's op by that implementation."""
     if _op(name) not in WITHOUT_TIERS:
         monkeypatch.setenv("MARSRL_KERNELS", f"{_op(name)}={tier}")
 
 
 def _op(name: str) -> str:
-    """Name of the Op behind a call of that name."""
+    """Return the name of the Op behind a call of this name."""
     op = re.split("[ ,]", name)[0]
     return "sequence_sums" if op == "mpt_gate" else op
 
@@ -32,23 +32,23 @@ _EXPLAINED = {each.op: each for each in explain()}
 
 
 def that_run_here(name: str) -> list[str]:
-    """Implementations that this machine does not lack: Triton's alone where it is interpreted, else the others."""
+    """Return the implementations available here: only Triton's if it is interpreted, otherwise the others."""
     if _op(name) in WITHOUT_TIERS:
         return [] if IS_INTERPRETED else ["reference"]
     found = _EXPLAINED[_op(name)]
     preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
     tiers = [tier for tier in (found.chosen, *preferred) if tier is not None and (tier == "triton") == IS_INTERPRETED]
-    # the reference leaves the gradient of the weight to autograd
+    # The reference leaves the weight's gradient to autograd.
     return [tier for tier in tiers if not ("main_grad" in name and tier == "reference")]
 
 
 TIERS = [(name, tier) for name in CALLS for tier in that_run_here(name)]
-# a leaf's gradient is a result, and not in main_grad
+# A leaf's gradient is a result unless it went to main_grad.
 WITH_GRADIENTS = [(name, tier) for name, tier in TIERS if CALLS[name].leaves and "main_grad" not in name]
 
 
 def resized(tensors: Tensors, num_tokens: int) -> Tensors:
-    """Of a call: its tokens in turn, so many; the last sequence and the last expert have what is left."""
+    """Return the call with this many of its tokens, in order. The last sequence and the last expert get the remainder."""
     found = dict(tensors)
     for which, values in tensors.items():
         if which.startswith("cu_seqlens"):

@@ -1,4 +1,4 @@
-"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged."""
+"""Cases of the fused head, and checks of a result, shared by its tests on every implementation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,25 +27,25 @@ _OF_LOSS = {field.name for field in fields(LossInputs)}
 
 
 def linear_policy_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **arguments: Any) -> PolicyLoss:
-    """The op with all its arguments by name, those of LossInputs too, as the cases hold them."""
+    """Call the op with all arguments by name, including those of LossInputs, as the cases have them."""
     inputs = LossInputs(**{name: value for name, value in arguments.items() if name in _OF_LOSS})
     rest = {name: value for name, value in arguments.items() if name not in _OF_LOSS}
     return kernels.linear_policy_loss(hidden, weight, targets, inputs, **rest)
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLoss:
-    """The same of policy_loss."""
+    """Call policy_loss in the same way."""
     return kernels.policy_loss(logprobs, entropy, LossInputs(**arguments))
 
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
-    """The CPU's buffer holds so many rows of logits, whatever their width."""
+    """Let the CPU's buffer hold this many rows of logits, whatever their width."""
     for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 
 def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
-    """A device makes so many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
+    """Let a device compute this many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
     row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
     patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
     patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
@@ -54,14 +54,16 @@ def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
 
 @contextmanager
 def forced(implementation: str) -> Iterator[None]:
-    """MARSRL_KERNELS in here."""
+    """Set MARSRL_KERNELS inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_KERNELS", implementation)
         yield
 
 
 def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
-    """Logits of a few units whatever the size; a third of the rows are sure of their target, one in the last column."""
+    """Return a case with logits of a few units at any size. A third of the rows are sure of their target, one in the last
+    column.
+    """
     hidden = torch.randn(num_tokens, size, device=device)
     weight = torch.randn(vocab, size, device=device) * (0.5 * (16 / size) ** 0.5)
     targets = torch.randint(0, vocab, (num_tokens,), device=device)
@@ -71,20 +73,21 @@ def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: st
 
 
 def with_exact_logits(case: Head) -> Head:
-    """Eighths below 32: a sum of products is exact in float32, and the same in whatever order it is added."""
+    """Round to eighths below 32, so that sums of products are exact in float32 in any order."""
     hidden, weight, targets = case
     assert max(hidden.abs().max(), weight.abs().max()) < 32, "more than the 8 bits of bfloat16"
     return (8 * hidden).round() / 8, (8 * weight).round() / 8, targets
 
 
 def without_target(targets: Tensor, vocab: int) -> Tensor:
-    """[V] bool: entries of the vocabulary that are nobody's target, whose gradients are small beside the others'."""
+    """Return [V] bool: columns that are no row's target, whose gradients are small compared with the others'."""
     return torch.ones(vocab, dtype=torch.bool, device=targets.device).index_fill_(0, targets, False)
 
 
 def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20, device: str = "cpu") -> Support:
-    """Columns by a generator of its own, the target among them, every fifth time alone; a share of the tokens has all
-    columns. Stored in another order than that of the tokens."""
+    """Return a support with a separate generator. It includes the target; for every fifth token only the target, for a third all
+    columns. Stored in another order than the tokens.
+    """
     generator = torch.Generator().manual_seed(0)
     sets = []
     for number, target in enumerate(targets.tolist()):
@@ -101,7 +104,7 @@ def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 2
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
-    """policy_case around the true log-probs of the head, so that ratios lie around 1; on the CPU."""
+    """Return the arguments of policy_case, with log-probs near the head's own, so that ratios are near 1; on the CPU."""
     objective, is_off_policy = OBJECTIVES[name]
     hidden, weight, targets = case
     arguments, _ = policy_case(hidden.shape[0], name=name)
@@ -128,7 +131,7 @@ def in_double(arguments: Arguments) -> Arguments:
 def run_loss(
     loss: Callable[..., PolicyLoss], leaves: Sequence[Tensor], arguments: Arguments, dtype: torch.dtype
 ) -> tuple[PolicyLoss, list[Tensor]]:
-    """(result, gradients of the leaves) of three times the loss."""
+    """Return (result, gradients of the leaves) of three times the loss."""
     leaves = [each.detach().to(dtype).requires_grad_() for each in leaves]
     result = loss(*leaves, **(in_double(arguments) if dtype == torch.float64 else arguments))
     return result, list(torch.autograd.grad(3.0 * result.loss, leaves))
@@ -142,7 +145,7 @@ def run_policy_loss(case: Head, arguments: Arguments, dtype: torch.dtype) -> tup
 def assert_policy_losses_close(
     found: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss, moved: PolicyLoss | None = None, terms: int = 1
 ) -> None:
-    """moved, terms: as in assert_accurate, where the log-probs come from products."""
+    """Check a policy loss. moved, terms: as in assert_accurate, for log-probs computed from products."""
     off = moved or exact
     for field in ("logprobs", "entropy", "coefficient"):
         values = [getattr(result, field).detach() for result in (found, exact, plain, off)]
@@ -152,7 +155,8 @@ def assert_policy_losses_close(
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
     losses = [result.loss.detach() for result in (found, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
-    # kl comes from log-probs, and these from a sum of exponentials that is 1 or more: rounded like a number of that size
+    # kl is computed from log-probs, and these from a sum of exponentials of at least 1, so it is rounded like a number of that
+    # size.
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)
@@ -163,7 +167,7 @@ def assert_policy_losses_close(
 def compare_policy_loss(
     case: Head, arguments: Arguments, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PolicyLoss:
-    """linear_policy_loss with poison in all that is masked, against the definition without."""
+    """Compare linear_policy_loss, with NaN in masked inputs, with the definition without."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
     arguments = to_device(arguments, device)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -188,7 +192,7 @@ def compare_policy_loss(
 def plain_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """The same without a kernel: logits at the input's dtype, then float32 statistics."""
+    """Compute the same without a kernel: logits in the input's dtype, then float32 statistics."""
     logits = (hidden @ weight[:columns].t()).float()
     logits = logits / (temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = torch.log_softmax(logits, -1)
@@ -203,7 +207,7 @@ def compare_logprob(
     device: str = "cpu",
     support: Support | None = None,
 ) -> list[Tensor]:
-    """linear_logprob against the definition: log-probs, entropy, and gradients of a random function of both."""
+    """Compare linear_logprob with the definition: log-probs, entropy, and gradients of a random function of both."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
     if isinstance(temperature, Tensor):
         temperature = temperature.to(device)
@@ -229,7 +233,7 @@ def compare_logprob(
 
 
 def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str = "cpu") -> None:
-    """policy_loss with poison in all that is masked, against the definition without."""
+    """Compare policy_loss, with NaN in masked inputs, with the definition without."""
     objective, is_off_policy = OBJECTIVES[name]
     arguments, logprobs = policy_case(num_tokens, name=name)
     logprobs[5] = -1e-4  # p > 0.99

@@ -1,4 +1,4 @@
-"""Every tensor that an op takes, laid out in memory as no kernel hopes for: transposed, strided, expanded, offset, far apart."""
+"""Every tensor argument of an op in unusual memory layouts: transposed, strided, expanded, offset, far apart."""
 
 import mmap
 from collections.abc import Callable
@@ -37,13 +37,13 @@ BF16 = torch.bfloat16
 
 
 def transposed(values: Tensor) -> Tensor:
-    """The first dimension is the innermost."""
+    """Make the first dimension the innermost."""
     order = list(range(values.dim()))[::-1]
     return values.permute(order).contiguous().permute(order)
 
 
 def strided(values: Tensor) -> Tensor:
-    """Every other element of memory; between them is what would spoil a result, True or the largest number."""
+    """Use every other element of memory; the gaps hold values that would spoil a result, True or the largest number."""
     fill = True if values.dtype == torch.bool else torch.nan if values.is_floating_point() else 2**30
     wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), fill)
     wide[..., ::2] = values
@@ -51,20 +51,21 @@ def strided(values: Tensor) -> Tensor:
 
 
 def expanded(values: Tensor) -> Tensor:
-    """The first row again and again: other values than those that were given."""
+    """Repeat the first row; the values differ from the given ones."""
     return values[:1].expand_as(values)
 
 
 def offset(values: Tensor) -> Tensor:
-    """One element behind an aligned address, so aligned to its own size only."""
+    """Start one element after an aligned address, so that the tensor is only aligned to its element size."""
     memory = values.new_zeros(values.numel() + 1)
     memory[1:] = values.flatten()
     return memory[1:].view(values.shape)
 
 
 def far_apart(values: Tensor, dim: int = 0) -> Tensor:
-    """Those beside each other along `dim` so far apart that the last begins behind 2^31 elements; between them is memory that
-    nobody touches, so that only the pages are there that hold numbers."""
+    """Place elements that are neighbours along `dim` so far apart that the last begins after 2^31 elements. The memory between
+    them is untouched, so only pages with numbers exist.
+    """
     if values.dim() <= dim or values.shape[dim] < 2:
         return values
     distance = 2**31 // (values.shape[dim] - 1) // 16 * 16 + 16
@@ -81,7 +82,7 @@ LAYOUTS = {each.__name__: each for each in (transposed, strided, expanded, offse
 
 @dataclass(frozen=True)
 class Taken:
-    """An op as a function of its tensors by name, and a call's; what floats among `leaves` gets a gradient."""
+    """An op as a function of its tensors by name, and a call's tensors. Floating-point tensors among `leaves` get a gradient."""
 
     run: Callable[[Tensors], list[Tensor]]
     tensors: Callable[[], Tensors]
@@ -122,8 +123,9 @@ def _loss_tensors() -> Tensors:
 
 
 def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
-    """The op on its tensors by name; support has three of them. words: no numbers for an op that is compiled, which a compiler
-    would not take for constants."""
+    """Call the op on its tensors by name; support has three. words: none of the numbers for a compiled op, since a compiler would
+    not take them for constants.
+    """
 
     def run(tensors: Tensors) -> list[Tensor]:
         given: dict[str, Any] = {name: values for name, values in tensors.items() if not name.startswith("support.")}
@@ -143,7 +145,7 @@ def _head(
     has_support: bool = True,
     has_main_grad: bool = False,
 ) -> Taken:
-    """linear_policy_loss, or linear_logprob where there is no objective."""
+    """Call linear_policy_loss, or linear_logprob without an objective."""
 
     def made() -> Tensors:
         found = {
@@ -190,7 +192,7 @@ HEADS = {
         ("linear_policy_loss with main_grad", OBJECTIVES[""], {"has_main_grad": True}),
     )
 }
-# Not tried in every layout: they read hardly any other tensors.
+# Left out in most layouts: they read hardly any other tensors.
 MORE = {
     f"linear_policy_loss without support{which}, bfloat16": _head(BF16, objective, has_support=False)
     for which, objective in OBJECTIVES.items()
@@ -275,7 +277,7 @@ OTHERS = {
         },
         ("hidden", "weights"),
     ),
-    "moe_unpermute": Taken(  # tokens of 1, 2 and 0 rows
+    "moe_unpermute": Taken(  # tokens with 1, 2 and 0 rows
         _unpermute,
         lambda: {
             "rows": torch.randn(TOKENS, SIZE),
@@ -304,7 +306,7 @@ UPSTREAM = "the incoming gradient"
 
 
 def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    """Outputs, gradients, and what was written to main_grad. upstream: layout of the incoming gradients."""
+    """Return outputs, gradients, and main_grad. upstream: layout of the incoming gradients."""
     leaves = {name: tensors[name].detach().requires_grad_() for name in op.leaves}
     outputs = op.run({**tensors, **leaves})
     if leaves:
@@ -318,7 +320,7 @@ def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | 
 
 
 def tensors_of(op: Taken) -> Tensors:
-    """The same ones at each call."""
+    """Return the same tensors at each call."""
     torch.manual_seed(0)
     return op.tensors()
 
@@ -326,7 +328,7 @@ def tensors_of(op: Taken) -> Tensors:
 def _outcome(
     op: Taken, which: str = "", layout: Callable[[Tensor], Tensor] = lambda values: values
 ) -> list[Tensor] | Exception:
-    """With this layout of one tensor, or of the incoming gradients."""
+    """Return the results with this layout of one tensor, or of the incoming gradients."""
     tensors = tensors_of(op)
     if which in tensors:
         tensors[which] = layout(tensors[which])
@@ -337,14 +339,14 @@ def _outcome(
 
 
 def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]] = LAYOUTS) -> None:
-    """Each tensor of the op in each layout gives what a contiguous copy of it gives, or is refused by its name."""
+    """Check that each tensor of the op in each layout gives the result of a contiguous copy, or is refused by name."""
     op, wrong = OPS[name], []
     plain, tensors = _outcome(op), tensors_of(op)
     assert not isinstance(plain, Exception), plain
     for which in [*tensors, *([UPSTREAM] if op.leaves else [])]:
         for how, layout in layouts.items():
             if layout is transposed and which != UPSTREAM and tensors[which].dim() < 2:
-                continue  # it lies as it did
+                continue  # this layout changes nothing
             has_other_values = which == UPSTREAM or layout is expanded
             copied = lambda values, layout=layout: layout(values).clone(memory_format=torch.contiguous_format)  # noqa: E731
             expected = _outcome(op, which, copied) if has_other_values else plain
@@ -355,8 +357,8 @@ def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]]
 
 
 def _difference(found: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:
-    """None where they are the same, or where the tensor is refused by its name."""
-    if isinstance(expected, Exception):  # its values are refused, as boundaries that are all 0
+    """Return None if the results are equal, or if the tensor is refused by name."""
+    if isinstance(expected, Exception):  # the values are refused, like boundaries that are all 0
         return None if repr(found) == repr(expected) else f"{found!r}, and contiguous {expected!r}"
     if isinstance(found, Exception):
         return None if isinstance(found, ValueError) and name in str(found) else repr(found)

@@ -1,7 +1,6 @@
-"""Numbers that are not finite: in a row of logits, and in each input of the policy objective at each place it can stand at.
+"""Non-finite numbers: in a row of logits, and in each input of the policy objective at each place.
 
-Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
-"""
+Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton)."""
 
 import itertools
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ FINITE_GRADIENT = ("-inf", "-inf at the target")
 
 
 def case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden, weight, targets: products of 1e20 overflow, in row ROW alone, the one that the first hidden unit is for."""
+    """Return hidden, weight and targets; products of 1e20 overflow only in row ROW, the only one with the first hidden unit."""
     hidden, weight = torch.randn(5, 8), torch.randn(VOCAB, 8)
     hidden[:, 0], weight[:, 0] = 0, 0
     hidden[ROW, 0] = LARGE
@@ -54,13 +53,14 @@ def check_logprobs(kind: str) -> None:
     others = torch.arange(5) != ROW
     clean = hidden.detach()[others].requires_grad_()
     plain(clean, weight.detach(), targets[others])[0].sum().backward()
-    torch.testing.assert_close(hidden.grad[others, 1:], clean.grad[:, 1:])  # the first unit meets 1e20
+    torch.testing.assert_close(hidden.grad[others, 1:], clean.grad[:, 1:])  # the first unit is multiplied by 1e20
     assert bool(hidden.grad[ROW].isfinite().all()) == (kind in FINITE_GRADIENT)
 
 
 def check_loss(kind: str) -> None:
-    """A trained row whose log-prob is not finite makes a loss that is not, with and without a ratio. One that is masked or
-    dropped is not read."""
+    """Check that a trained row with a non-finite log-prob makes the loss non-finite, with and without a ratio, and that masked or
+    dropped rows are not read.
+    """
     for how, old in itertools.product(("trained", "masked", "dropped"), (torch.full((5,), -3.0), None)):
         hidden, weight, targets = case(kind)
         left_out = torch.arange(5) == ROW
@@ -103,13 +103,15 @@ SETTINGS: dict[str, tuple[PolicyObjective, bool]] = {
         )
     )
 }
-FEW = list(SETTINGS)[::5]  # each value of each field, and each correction with old log-probs and without
+FEW = list(SETTINGS)[::5]  # each value of each field, and each correction with and without old log-probs
 PLACES = ("trained", "mask off", "dropped", "gated", "removed")  # removed: masked by a correction
 VALUES = (torch.nan, torch.inf, -torch.inf)
 
 
 def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ...]]:
-    """Of each input whether it is read at each of PLACES: then loss and coefficient are not finite."""
+    """Return for each input whether it is read at each of PLACES; a non-finite value that is read makes loss and coefficient
+    non-finite.
+    """
     corrects, has_kl = objective.correction != "none", objective.kl != "none"
     return {
         "logprobs": (True, False, False, True, not has_old),
@@ -124,7 +126,7 @@ def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ..
 
 @dataclass(frozen=True)
 class Spot:
-    """One number that is not finite, of a token in a sequence of its own."""
+    """One non-finite number, of a token in its own sequence."""
 
     name: str
     place: str
@@ -133,8 +135,9 @@ class Spot:
 
 
 def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> dict[str, Any]:
-    """Arguments of policy_loss: sequences of one token, one for each spot, behind three tokens of a sequence without anything
-    that is not finite. Each sequence is an agent."""
+    """Return arguments of policy_loss: one sequence of one token for each spot, after a finite sequence of three tokens. Each
+    sequence is its own agent.
+    """
     total = 3 + len(chosen)
 
     def of(place: str) -> Tensor:
@@ -170,7 +173,7 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
 
 
 def judge(chosen: list[Spot], found: PolicyLoss) -> None:
-    """A spot that is read makes its agent's loss and its own coefficient not finite; any other adds 0 to them."""
+    """Check that a read spot makes its agent's loss and its own coefficient non-finite, and any other adds 0 to them."""
     losses, coefficient = found.agent_sums["loss"], found.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all()
     for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):
@@ -181,7 +184,7 @@ def judge(chosen: list[Spot], found: PolicyLoss) -> None:
 
 
 def check_given_logprobs(setting: str, implementation: str, device: str = "cpu") -> None:
-    """policy_loss, forward and backward: all spots, and those alone that are not read."""
+    """Check policy_loss, forward and backward: with all spots, and only with those that are not read."""
     objective, has_old = SETTINGS[setting]
     everywhere = [
         Spot(name, place, value, is_read)

@@ -1,4 +1,4 @@
-"""The cases that every policy loss must pass."""
+"""Cases that every policy loss must pass."""
 
 from typing import Any
 
@@ -45,11 +45,11 @@ OBJECTIVES: dict[str, tuple[PolicyObjective, bool]] = {
 }
 
 WEIGHTED = ("cispo", "sequence mask", "strong gate", "k3, entropy bonus, tis")
-"""Objectives that are tried with a weight of each sequence and with dropped tokens; the others are tried without."""
+"""Objectives that are tested with sequence weights and dropped tokens; the others are tested without."""
 
 
 def policy_case(num_tokens: int = 60, name: str = "") -> tuple[dict[str, Any], Tensor]:
-    """(arguments of policy_loss, log-probs [T]); one sequence is empty, agent 1 is absent. name: of OBJECTIVES."""
+    """Return (arguments of policy_loss, log-probs [T]); one sequence is empty, and agent 1 is absent. name: of OBJECTIVES."""
     cuts = torch.randint(0, num_tokens + 1, (4,)).sort().values.tolist()
     logprobs = -torch.rand(num_tokens) * 3
 
@@ -75,7 +75,7 @@ def policy_case(num_tokens: int = 60, name: str = "") -> tuple[dict[str, Any], T
 
 
 def poison_masked(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same arguments with NaN at the masked tokens, which nobody may read."""
+    """Return the arguments with NaN at masked tokens, which must not be read."""
     names = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "temperature")
     given = {name: arguments[name] for name in names if isinstance(arguments.get(name), Tensor)}
     return {**arguments, **{name: values.masked_fill(~arguments["mask"], torch.nan) for name, values in given.items()}}

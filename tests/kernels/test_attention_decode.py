@@ -1,4 +1,4 @@
-"""attention_decode: one query a sequence over a padded cache; again in interpreter/test_ops.py."""
+"""attention_decode: one query per sequence over a padded cache; also in interpreter/test_ops.py."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from marsrl.kernels.attention_decode.reference import attention_decode_reference
 from marsrl.kernels.testing import assert_accurate
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16][: 3 if IS_INTERPRETED else 2]
-SIZES = (16, 64) if IS_INTERPRETED else (8, 40)  # of a head: Triton takes powers of 2
+SIZES = (16, 64) if IS_INTERPRETED else (8, 40)  # head sizes: Triton needs powers of 2
 
 
 def compare(lengths, capacity, heads, head_size, dtype=torch.float32, scale=None, device="cpu"):
-    """The cache lies head by head and is given as a transposed view, as the local engine does."""
+    """Compare with the definition. The cache is stored by head and passed as a transposed view, as in the local engine."""
     num_heads, num_key_heads = heads
     q = torch.randn(len(lengths), num_heads, head_size, device=device).to(dtype)
     shape = (len(lengths), num_key_heads, capacity, head_size)
@@ -50,7 +50,9 @@ def test_each_row_sees_its_own_keys(heads, dtype, implementation):
 def test_what_stands_behind_a_length_does_not_count(implementation):
     q, cache = torch.randn(3, 4, 16), torch.randn(3, 200, 2, 16)
     lengths, changed = torch.tensor([200, 70, 1]), cache.clone()
-    changed[1, 70:] = 1e4 if implementation in ("torch", "reference") else torch.nan  # these two may not read it
+    changed[1, 70:] = (
+        1e4 if implementation in ("torch", "reference") else torch.nan
+    )  # these two may read it, but with weight 0
     assert torch.equal(attention_decode(q, cache, cache, lengths), attention_decode(q, changed, changed, lengths))
 
 
@@ -64,7 +66,7 @@ def test_float16_is_left_to_pytorch():
 def test_on_a_gpu(head_size, dtype, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
     compare([3000, 1, 511, 512, 513, 77], 4096, (16, 8), head_size, dtype, device="cuda")
-    compare([700, 64], 700, (14, 2), head_size, dtype, device="cuda")  # seven heads a key head
+    compare([700, 64], 700, (14, 2), head_size, dtype, device="cuda")  # seven query heads per key head
 
 
 def test_no_sequences():

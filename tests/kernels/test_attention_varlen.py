@@ -1,4 +1,4 @@
-"""attention_varlen against a masked softmax per segment; again in interpreter/test_ops.py."""
+"""attention_varlen against a masked softmax per segment; also in interpreter/test_ops.py."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,16 +16,16 @@ from marsrl.kernels.attention_varlen import _OP
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.dispatch import Explanation
 
-# one segment; equal ones (no padding); one bucket with padding; three buckets with empty segments
+# One segment; equal ones (no padding); one bucket with padding; three buckets with empty segments.
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
 DTYPES, SCALES = [torch.float32, torch.bfloat16], [-0.7, -1e-3, 0.0, 3.0]
 if IS_INTERPRETED:
-    # several tiles of queries and keys, an empty sequence, one shorter than a tile; one ends at a tile's end
+    # Several tiles of queries and keys; an empty sequence; one shorter than a tile; one that ends at a tile's end.
     LENGTHS, DTYPES, SCALES = [[17], [11, 0, 3, 8]], [*DTYPES, torch.float16], [-0.7, 0.0]
 
 
 def choice(device: str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False) -> Explanation:
-    """The implementation that serves packed attention of that kind on this machine, and the reasons against the others."""
+    """Return the implementation that serves such packed attention on this machine, and the reasons against the others."""
     q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, head_size))
     return _OP.explain(lambda each: each.machine_lacks() or each.why_not(q, deterministic))
 
@@ -42,8 +42,9 @@ def compare(
     attention: Callable[..., Tensor] = attention_varlen,
     repeats: bool = True,
 ) -> None:
-    """attention takes what attention_varlen takes; repeats: with the same bits. q, k and v are views of one tensor where
-    their lengths agree."""
+    """Compare attention with the definition. repeats: bitwise reproducible. q, k and v are views of one tensor if their lengths
+    agree.
+    """
     keys = lengths_k or lengths
     cu_seqlens, cu_seqlens_k = (
         torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in (lengths, keys)
@@ -61,7 +62,7 @@ def compare(
         lambda q, k, v: attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens_k, exact_scale, causal),
         (q, k, v),
         [torch.randn(q.shape, dtype=torch.float64, device=device)],
-        # the longest sum: over the keys of a query, the queries of a key and its group, or a head
+        # The longest sum: over a query's keys, a key's queries and group, or a head.
         terms=[max(*keys, *(n * num_heads // num_key_heads for n in lengths), head_size)] * 4,
         repeats=repeats,
     )
@@ -73,7 +74,7 @@ def test_causal_self_attention(lengths, dtype, implementation):
     compare(lengths, dtype=dtype, head_size=16)
 
 
-# groups of heads; every key is seen; queries at the end of longer keys see the prefix
+# Groups of heads; every key visible; queries at the end of longer keys see the prefix.
 @pytest.mark.parametrize(
     "lengths, lengths_k, words",
     [
@@ -90,7 +91,7 @@ def test_heads_keys_and_masks(lengths, lengths_k, words, implementation):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_any_finite_scale_is_served(scale, implementation):
-    """With and without a causal mask, over segments that are padded and keys that are not the queries'."""
+    """With and without a causal mask, with padded segments and cross-attention."""
     for dtype in (torch.float32, torch.bfloat16):
         compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
     compare([6, 0, 3], scale=scale, causal=False, head_size=16)
@@ -108,7 +109,7 @@ def test_a_nan_stays_in_its_sequence_and_its_gradients(implementation):
 
 
 def test_no_tokens(implementation):
-    """In one sequence and in none, and keys alone."""
+    """A sequence without tokens, no sequence, and only keys."""
     for bounds, num_keys in (([0, 0], 0), ([0], 0), ([0, 0], 3)):
         leaves = [torch.randn(n, heads, 16, requires_grad=True) for n, heads in ((0, 4), (num_keys, 2), (num_keys, 2))]
         keys = torch.tensor([0, num_keys]) if num_keys else None

@@ -1,4 +1,4 @@
-"""The choice of an implementation, and the error when none can serve."""
+"""The choice of an implementation, and the error if none can serve."""
 
 import subprocess
 

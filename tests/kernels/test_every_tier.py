@@ -1,7 +1,6 @@
-"""Every op on each implementation that a CPU has: layouts, surroundings, numbers that are not finite, what is refused.
+"""Every op on each CPU implementation: layouts, defaults of the process, non-finite numbers, refusals.
 
-interpreter/test_every_op.py takes most of these tests for Triton's implementations.
-"""
+interpreter/test_every_op.py runs most of these tests for Triton's implementations."""
 
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from marsrl.kernels.head import host_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-# Interpreted, a call takes a quarter of a second, and a head has 20 tensors in 4 layouts: one of each kind.
+# An interpreted call takes a quarter of a second, and a head has 20 tensors in 4 layouts, so test one of each kind.
 NOT_LAID_OUT = (HEADS.keys() if IS_INTERPRETED else set()) - {
     "linear_logprob, float32",
     "linear_policy_loss with main_grad, bfloat16",
@@ -26,7 +25,7 @@ IMPLEMENTATIONS = ["triton"] if IS_INTERPRETED else ["cpu", "reference"]
 
 @pytest.fixture
 def served(name, tier, monkeypatch):
-    """The call's name, its op served by that implementation."""
+    """Return the call's name, with its op served by that implementation."""
     force(monkeypatch, name, tier)
     return name
 
@@ -38,8 +37,9 @@ def test_every_tensor_is_read_as_it_lies(served):
 
 @pytest.mark.parametrize("name, tier", TIERS)
 def test_the_defaults_are_not_used(served):
-    """A tensor that an op makes without naming its device would be on the default one, here without memory; without naming
-    its dtype it would be of the default one, and kernels would write 4 bytes a number whatever room there is."""
+    """A tensor that an op creates without a device would be on the default one, here without memory; without a dtype it would
+    have the default one, and kernels would write 4 bytes per number into smaller elements.
+    """
     expected, tensors = call(served), tensors_of(CALLS[served])
     torch.set_default_dtype(torch.float64)
     try:
@@ -60,7 +60,7 @@ def test_autocast_changes_nothing(served):
 
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_an_empty_batch_has_gradients_of_zero(served):
-    """The call without a token: nothing of what is one a token, and no token in any sequence or for any expert."""
+    """A call without tokens: per-token tensors are empty, and no sequence or expert has tokens."""
     op = CALLS[served]
     tensors = resized(tensors_of(op), 0)
     leaves = [tensors[which].requires_grad_() for which in op.leaves]
@@ -84,7 +84,9 @@ def test_a_frozen_input_changes_no_other_gradient(served):
 
 @pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[1] != "reference"])
 def test_training_works_after_evaluation_in_inference_mode(served, monkeypatch):
-    """What a process keeps is written by both, and what inference mode has made cannot be written outside of it."""
+    """Evaluation and training both write a process's caches, and tensors made in inference mode cannot be written outside of
+    it.
+    """
     monkeypatch.setattr(host_memory._kept, "buffer", None, raising=False)
     padded_by_length.cache_clear()
     with torch.inference_mode():
@@ -92,7 +94,7 @@ def test_training_works_after_evaluation_in_inference_mode(served, monkeypatch):
     call(served)
 
 
-# PyTorch's own, which it differentiates as often as it is asked to
+# PyTorch's own implementation, which it can differentiate repeatedly.
 PYTORCHS = [("policy_loss", "reference"), ("attention_varlen", "cpu"), ("attention_varlen of keys, both ways", "cpu")]
 
 

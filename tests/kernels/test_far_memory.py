@@ -1,5 +1,6 @@
-"""Elements beyond 2^31 are reached on the CPU: tensors that far apart against the same numbers side by side, and a head with so
-many logits."""
+"""Elements beyond 2^31 are reached on the CPU: tensors spread that far, compared with contiguous ones, and a head with as many
+logits.
+"""
 
 from functools import partial
 
@@ -15,14 +16,16 @@ from marsrl.kernels.testing import assert_accurate
 @pytest.mark.parametrize("name, tier", [each for each in TIERS if each[0] in OPS])
 def test_every_tensor_is_read_however_far_apart_its_elements_lie(name, tier, monkeypatch):
     force(monkeypatch, name, tier)
-    dims = (0, 2) if name.startswith("grouped_linear") else range(4)  # BLAS cannot reach columns of x so far apart
+    dims = (0, 2) if name.startswith("grouped_linear") else range(4)  # BLAS cannot address columns of x that far apart
     check_every_layout(name, {f"far apart, {dim}": partial(far_apart, dim=dim) for dim in dims})
 
 
 @pytest.mark.slow  # 2.2 billion logits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_beyond_2_to_the_31_logits_are_correct(dtype):
-    """All rows have statistics; those at both ends, and around logit 2^31, also gradients, into which no others enter."""
+    """All rows have statistics. Rows at both ends and around logit 2^31 also have gradients, to which no other row
+    contributes.
+    """
     num_tokens, size, vocab = 14_208, 8, 151_936
     crossing = 2**31 // vocab
     rows = torch.tensor([0, 1, crossing - 1, crossing, crossing + 1, num_tokens - 2, num_tokens - 1])

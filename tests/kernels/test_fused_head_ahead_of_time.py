@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused head, at production sizes and constants, for GPUs that are not here."""
+"""The fused head's Triton kernels, compiled at production sizes and constants for GPUs that this machine does not have."""
 
 import pytest
 import quack_in_torch
@@ -32,8 +32,8 @@ def head_of(width, columns, has_temperature):
     )
 
 
-# Qwen's vocabulary, listed rows and a temperature for each token; an odd one, neighbouring rows; GPT-2's 50,257 columns in
-# the rows of 50,272 that the head's buffers have
+# Qwen's vocabulary with listed rows and a temperature per token; an odd one with contiguous rows; GPT-2's 50,257 columns in the
+# head's buffer rows of 50,272.
 @pytest.mark.parametrize(
     "target, width, stride, columns, is_listed, dtype",
     [
@@ -52,7 +52,7 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
         kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ints(ROWS))
-    # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
+    # At least two programs of 8 warps per multiprocessor, or reads would wait for each other.
     assert max(report.registers for report in reports) <= 128, reports
     if stride % 16 == 0:
         of = {report.kernel: report for report in reports}

@@ -1,4 +1,4 @@
-"""Calls of flash-attn, PyTorch's packed attention and its grouped GEMM, and the choice among the attentions."""
+"""Calls of flash-attn, PyTorch's packed attention and its grouped GEMM, and the choice between attention implementations."""
 
 import inspect
 import sys
@@ -14,7 +14,7 @@ from test_grouped_linear import compare as compare_grouped_linear
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 
-# What each release takes; version 4 as locked, which tests/install/test_locks.py compares with its wheel.
+# Arguments of each release; version 4 as locked, which tests/install/test_locks.py compares with its wheel.
 BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
     "flash2": f"q, k, v, {BOUNDS}, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
@@ -29,7 +29,7 @@ VERSIONS = {each.name: each for each in (flash.FLASH_4, flash.FLASH_3, flash.FLA
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """install("flash4") lays a package of that version on the path, whose function is the reference."""
+    """install("flash4") adds a package of that version to the path, whose function is the reference."""
 
     def clear():
         for cached in (flash._is_installed, flash._function):
@@ -51,7 +51,7 @@ def install(monkeypatch, tmp_path):
 
 
 def as_ours(run):
-    """A function with the words of attention_varlen from an implementation."""
+    """Return a function with attention_varlen's arguments from an implementation."""
 
     def attention(q, k, v, cu_seqlens, *, cu_seqlens_k, causal, scale, **options):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -64,7 +64,7 @@ def as_ours(run):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_flash_attn_is_called_as_ours(name, deterministic, install):
-    """deterministic is asked for where it is wanted alone: its buffers take gigabytes."""
+    """deterministic is passed only if requested: its buffers take gigabytes."""
     install(name)
     version = VERSIONS[name]
     asked = []
@@ -73,12 +73,12 @@ def test_flash_attn_is_called_as_ours(name, deterministic, install):
         asked.append(given["deterministic"])
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         assert all(each.dtype == torch.int32 for each in bounds)
-        # as the host said, not the number of tokens
+        # the host's count, not the number of tokens
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == 5
         out = attention_varlen_reference(
             given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]
         )
-        return out if name == "flash2" else (out, None)  # beside the log-sum-exp
+        return out if name == "flash2" else (out, None)  # with the log-sum-exp
 
     sys.modules[flash._function(version.module).__module__].run = run
     attend = partial(flash.attention_varlen_flash, version, max_seqlen=5, deterministic=deterministic)

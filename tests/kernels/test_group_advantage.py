@@ -1,4 +1,4 @@
-"""group_advantage: groups computed by hand, and properties that hold for any batch."""
+"""group_advantage: groups computed by hand, and properties of any batch."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_a_group_by_hand():
 
 
 def test_an_all_equal_group_trains_nothing():
-    assert advantage([0.1] * 8, [0] * 8) == [0.0] * 8  # the mean of eight 0.1 is not 0.1 to the last bit
+    assert advantage([0.1] * 8, [0] * 8) == [0.0] * 8  # the mean of eight 0.1 is not exactly 0.1
 
 
 def test_a_group_of_one_has_no_baseline_unless_raw_is_asked_for():
@@ -74,7 +74,7 @@ def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
 
 
 def test_a_session_counts_as_one_reward_the_mean_of_its_own():
-    # means 1, 0 and 1/2, in any order of their samples; a missing reward is in none, a session without one is none
+    # Means 1, 0 and 1/2, in any order of their samples. Missing rewards are left out, and so is a session without any.
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
     expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
     found = advantage(rewards, [0] * 8, session_of=sessions)
@@ -118,12 +118,12 @@ def test_sample_order_and_reward_shift_change_nothing(batch, normalise, std, ran
 def test_every_implementation_equals_the_definition(batch, normalise, std, singleton):
     options = {"normalise": normalise, "std": std, "singleton": singleton}
     found = advantage(*batch, **options)
-    assert advantage(*batch, **options, session_of=list(range(len(found)))) == found  # to the bit
-    # the samples of a session are in the same sets
+    assert advantage(*batch, **options, session_of=list(range(len(found)))) == found  # bitwise
+    # A session's samples are in the same sets.
     options["session_of"] = [3 * group % len(found) if group % 2 else i for i, group in enumerate(batch[1])]
     found = advantage(*batch, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_KERNELS", "reference")
         expected = advantage(*batch, **options)
-    # The C++ adds in the order of the definition; only PyTorch's vectorised sqrt may be an ulp off.
+    # The C++ adds in the definition's order; only PyTorch's vectorised sqrt may differ in the last bit.
     assert found == pytest.approx(expected, rel=1e-15, abs=0)

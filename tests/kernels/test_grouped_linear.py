@@ -1,4 +1,4 @@
-"""grouped_linear against autograd in float64; again in interpreter/test_ops.py."""
+"""grouped_linear against autograd in float64; also in interpreter/test_ops.py."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 
 def compare(counts, num_in, num_out, dtype, *, given, device="cpu", function=grouped_linear):
-    """given: the counts as the function gets them."""
+    """Compare with the definition. given: the counts as passed to the function."""
     x = torch.randn(sum(counts), num_in, device=device).to(dtype)
     weights = torch.randn(len(counts), num_out, num_in, device=device).to(dtype)
     judge(
@@ -28,7 +28,9 @@ def compare(counts, num_in, num_out, dtype, *, given, device="cpu", function=gro
 
 
 def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=grouped_linear):
-    """Two backwards into one main_grad, of weights [E, 2, num_out / 2, num_in]: dW, dX, and what Megatron's hooks see."""
+    """Compare two backwards into one main_grad, with weights [E, 2, num_out / 2, num_in]: dW, dX, and what Megatron's hooks
+    see.
+    """
     x, upstream = (torch.randn(sum(counts), size, device=device).to(dtype) for size in (num_in, num_out))
     weights = torch.randn(len(counts), 2, num_out // 2, num_in, device=device).to(dtype).requires_grad_()
     weights.grad_added_to_main_grad = False
@@ -39,7 +41,7 @@ def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=
     for _ in range(2):
         leaf, kept = x.clone().requires_grad_(), main_grad.clone()
         out = function(leaf, weights, given, main_grad=main_grad)
-        assert torch.equal(main_grad, kept)  # by the forward
+        assert torch.equal(main_grad, kept)  # the forward does not write it
         out.backward(upstream)
         assert leaf.grad is not None and weights.grad_added_to_main_grad is True
     assert [(each.shape, each.dtype) for each in placeholders] == [(weights.shape, dtype)] * 2
@@ -58,13 +60,13 @@ def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=
 
 
 def by_grouped_mm(x, weights, counts, *, main_grad=None):
-    """grouped_linear as "torch" serves it, on any device."""
+    """Serve grouped_linear with "torch", on any device."""
     buffer = None if main_grad is None else MainGrad(weights, main_grad.flatten(1, -2))
     given = TorchGroupedLinear(), x, weights.flatten(1, -2), torch.as_tensor(counts), buffer
     return Gradient("grouped_linear", num_tensors=3).node.apply(*given)
 
 
-# ends inside of a tile and at its end, experts without rows; K and N that no tile divides
+# Groups that end inside of a tile and at its end; experts without rows; K and N that no tile divides.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 1, 7], [0, 5, 0], [0, 0, 0], [4, 4, 4], [5, 0, 3, 12, 0]])
 @pytest.mark.parametrize("as_tensor", [True, False])

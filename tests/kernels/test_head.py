@@ -1,7 +1,6 @@
-"""The fused heads by csrc/cpu; again in interpreter/test_head_interpreted.py and test_head_on_gpu.py.
+"""The fused heads in csrc/cpu; also in interpreter/test_head_interpreted.py and test_head_on_gpu.py.
 
-csrc/cpu makes dz of float32 models in place of logits and takes a bfloat16 one tile by tile.
-"""
+csrc/cpu computes dz of float32 models in place of the logits, and bfloat16 models tile by tile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,8 +36,9 @@ PLAIN = PolicyObjective(mpt_probability=None)
 
 @dataclass(frozen=True)
 class Tier:
-    """An implementation by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary that every test may take;
-    chunks: makes the head hold so many rows of that vocabulary at a time."""
+    """An implementation, by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary for every test. chunks: makes
+    the head hold this many rows of that vocabulary at a time.
+    """
 
     implementation: str
     dtype: torch.dtype
@@ -52,10 +52,10 @@ class Tier:
 def tier(request, monkeypatch):
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     if IS_INTERPRETED:
-        # one block with columns to spare; an odd vocabulary of several pieces; whole blocks; one column more
+        # One block with spare columns; an odd vocabulary of several pieces; whole blocks; one column more.
         shapes = ((2, 8, 5), (7, 19, 333), (8, 16, 64), (9, 32, 65))
         return Tier("triton", request.param, (8, 8, 131), shapes, use_device_chunks)
-    # one row; around a chunk; odd vocabularies; two blocks of 4096 columns; more rows than a grid axis has programs
+    # One row; around a chunk; odd vocabularies; two blocks of 4096 columns; more rows than a grid axis has programs.
     shapes = ((1, 9, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936), (65537, 2, 5))
     return Tier("cpu", request.param, (60, 16, 131), shapes, lambda rows, patch, vocab: chunks_of(rows, patch))
 
@@ -85,8 +85,9 @@ def test_shapes(tier):
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, tier, monkeypatch):
-    """With exact logits: a library rounds products of one row otherwise than those of many, and a sequence's ratio has
-    that rounding whole."""
+    """Uses exact logits: a library rounds products of one row differently from those of many, and a sequence's ratio contains
+    that rounding error.
+    """
     tier.chunks(rows, monkeypatch, tier.case[2])
     case = with_exact_logits(head_case(*tier.case))
     compare_policy_loss(case, arguments_for(case, name), tier.dtype, tier.device)
@@ -115,7 +116,7 @@ def test_temperature_and_padded_vocabulary(temperature, tier):
     assert (found[3][100:] == 0).all()
 
 
-# one column; less than a block of csrc/cpu; several, and an odd rest (interpreted, a block has 64)
+# One column; less than a block of csrc/cpu; several with an odd remainder (64 columns a block when interpreted).
 @pytest.mark.parametrize("columns", [1, 131, 331 if IS_INTERPRETED else 1283])
 def test_rows_that_are_hard_for_a_softmax(columns, tier):
     z, targets = hard_rows(columns)
@@ -173,7 +174,7 @@ def test_only_the_backward_writes_main_grad_and_only_once(name, tier):
     hidden.requires_grad_(), weight.requires_grad_()
     main_grad = torch.ones(weight.shape, device=tier.device)
     first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
-    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)  # thrown away
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)  # result discarded
     with torch.no_grad():
         linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
     assert (main_grad == 1).all()
@@ -187,7 +188,7 @@ def test_only_the_backward_writes_main_grad_and_only_once(name, tier):
 
 
 def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
-    case = with_exact_logits(head_case(*tier.case))  # no library promises an order for others
+    case = with_exact_logits(head_case(*tier.case))  # libraries promise no order of addition otherwise
     hidden, weight, targets = (each.to(tier.device) for each in case)
     arguments = to_device(arguments_for(case, "k3, entropy bonus, tis"), tier.device)
     found = [run_policy_loss((hidden, weight, targets), arguments, tier.dtype) for _ in range(2)]
@@ -200,8 +201,9 @@ def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
 
 
 def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
-    """Logits [9, columns] and targets: usual, large, peaked at the first and at the last column, flat, one column of no
-    probability, a maximum that rises in every block, falls, and comes at once."""
+    """Return logits [9, columns] and targets: ordinary, large, peaked at the first and last column, flat, one column of
+    probability zero, a maximum that rises in every block, falls, and comes at once.
+    """
     z = torch.randn(9, columns)
     z[1] *= 100
     z[2, 0] += 60
@@ -209,9 +211,9 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
     z[4] = 88.0
     if columns > 1:
         z[5, columns // 2] = -1e30
-    z[6] += torch.arange(columns) * 0.02  # by 10 a block
+    z[6] += torch.arange(columns) * 0.02  # by 10 per block
     z[7] = z[6].flip(0)
-    z[8, columns // 3] = 300.0  # everything before shrinks to nothing
+    z[8, columns // 3] = 300.0  # the sums before it vanish
     return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
 
 
@@ -230,7 +232,7 @@ def simple(
 
 
 def weight_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, arguments: Arguments) -> Tensor:
-    """dW of the loss in float64."""
+    """Return dW of the loss in float64."""
     leaf = weight.detach().double().requires_grad_()
     with forced("reference"):
         linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()

@@ -1,4 +1,4 @@
-"""The fused heads on a GPU, at real sizes: against float64 on the same device."""
+"""The fused heads on a GPU at real sizes, against float64 on the same device."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-# Shapes of other projects' suites; odd vocabularies; one row; a block and its neighbours; more rows than a grid axis has
+# Shapes of other projects' suites; odd vocabularies; one row; around a block; more rows than a grid axis has.
 SHAPES = (
     *((1937, 3584, 152064), (2169, 896, 151936), (1530, 2048, 32256), (769, 2048, 151936), (80, 125, 64)),
     *((1, 64, 152063), (15, 64, 151936), (513, 256, 152063), (129, 896, 32257), (769, 64, 32768), (65537, 32, 37)),
@@ -49,7 +49,7 @@ def tier(request):
 @pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])
 @pytest.mark.parametrize("shape", [(769, 2048, 151936), (4500, 256, 32256), (129, 896, 1024), (1, 64, 128)])
 def test_by_quack(shape, name):
-    """The last of several chunks is not whole; its rows are packed where they are few."""
+    """The last of several chunks is partial; its few rows are packed."""
     with forced("quack"):
         reason = machine_lacks_quack() or (torch.cuda.get_device_capability() != (9, 0) and "it is for Hopper")
         if reason:
@@ -78,7 +78,7 @@ def test_only_values_read_by_trained_tokens_spoil_the_loss(setting):
 
 
 def large(**changes):
-    """Three chunks of rows and two backward GEMMs; everything on the device."""
+    """Three chunks of rows and two backward GEMMs, all on the device."""
     num_tokens = 2000
     hidden = torch.randn(num_tokens, 256, device="cuda", dtype=BF16, requires_grad=True)
     weight = (torch.randn(151936, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
@@ -142,7 +142,7 @@ def test_extra_memory_at_65536_tokens_is_dw_and_the_two_buffers():
             main_grad=main_grad,
         ).loss
 
-    step(128).backward()  # cuBLAS's workspace is there from now on
+    step(128).backward()  # cuBLAS keeps its workspace from now on
     hidden.grad = None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""assert_accurate refuses a result that is spoiled in a way that kernels go wrong."""
+"""assert_accurate rejects results with errors typical of kernels."""
 
 import pytest
 import torch

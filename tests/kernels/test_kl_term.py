@@ -1,7 +1,6 @@
-"""The KL term's gradient and value against exact expectations: a softmax over 8 actions, each action a token of its own.
+"""Gradient and value of the KL term against exact expectations: a softmax over 8 actions, each action its own token.
 
-A token's weight is the probability with which its policy draws the action, so that sums over tokens are expectations.
-"""
+A token's weight is its policy's probability of the action, so that sums over tokens are expectations."""
 
 import re
 from pathlib import Path
@@ -23,7 +22,10 @@ PLAIN = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp
 
 
 def exact() -> tuple[float, Tensor]:
-    """KL(policy || reference) and its gradient to the logits [8]."""
+    """Return KL(policy
+
+    reference) and its gradient with respect to the logits [8].
+    """
     logits = POLICY.clone().requires_grad_()
     logp = logits.log_softmax(-1)
     divergence = (logp.exp() * (logp - REFERENCE.log_softmax(-1))).sum()
@@ -33,7 +35,7 @@ def exact() -> tuple[float, Tensor]:
 
 
 def as_it_stands(kl: str, drawn_by: Tensor) -> Tensor:
-    """The expected gradient of the bare estimate, which the table of docs/numerics.md compares with."""
+    """Return the expected gradient of the plain estimate, the comparison in the table of docs/numerics.md."""
     logits = POLICY.clone().requires_grad_()
     x = logits.log_softmax(-1) - REFERENCE.log_softmax(-1)
     (drawn_by.softmax(-1) * PLAIN[kl](x)).sum().backward()
@@ -42,7 +44,7 @@ def as_it_stands(kl: str, drawn_by: Tensor) -> Tensor:
 
 
 def expected(objective: PolicyObjective, drawn_by: Tensor, old: Tensor | None = None) -> tuple[float, Tensor]:
-    """What policy_loss makes of all actions: the expected value and gradient of its KL term."""
+    """Return the expected value and gradient of policy_loss's KL term over all actions."""
     logits = POLICY.clone().requires_grad_()
     rollout = drawn_by.log_softmax(-1)
     found = policy_loss(
@@ -63,7 +65,7 @@ def expected(objective: PolicyObjective, drawn_by: Tensor, old: Tensor | None = 
 
 
 def off(gradient: Tensor) -> float:
-    """Its distance from the exact gradient, of the exact one's norm."""
+    """Return the distance from the exact gradient, relative to its norm."""
     right = exact()[1]
     return float((gradient - right).norm() / right.norm())
 
@@ -76,7 +78,9 @@ def test_the_cases_are_of_every_estimate() -> None:
 @pytest.mark.parametrize("drawn_by", DRAWN)
 @pytest.mark.parametrize("kl", ESTIMATES)
 def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str, implementation: str) -> None:
-    """Whatever the ratio's old policy is: none (pois, first update), another (later updates, recompute), or the drawer (sais)."""
+    """For any old policy of the ratio: none (pois, first update), another one (later updates, recompute), or the sampling policy
+    (sais).
+    """
     for old in (None, REFERENCE, DRAWN[drawn_by]):
         objective = PolicyObjective(kl=kl, kl_coef=1.0, kind=kind)  # type: ignore[arg-type]
         value, gradient = expected(objective, DRAWN[drawn_by], old)
@@ -91,7 +95,7 @@ def test_an_importance_that_tis_truncates_is_biased(implementation: str) -> None
 
 
 def test_the_table_of_the_kl_estimates_is_right() -> None:
-    """docs/numerics.md: in percent, how far the expected gradient, and the expected value, are from the exact ones."""
+    """docs/numerics.md: differences of the expected gradient and value from the exact ones, in percent."""
 
     def percent(number: float) -> str:
         return f"{100 * number:.0f} %" if number > 1e-6 else "0"

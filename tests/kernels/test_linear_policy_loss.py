@@ -23,10 +23,10 @@ from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monkeypatch):
-    """Whichever this CPU takes by itself. Statistics are float32 and the same to the bit."""
+    """With either kind of matrix product, whichever this CPU prefers. Statistics are float32 and bitwise equal."""
     chunks_of(rows, monkeypatch)
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
-    case = head_case(vocab=160)  # a multiple of 32: else it takes float32 products
+    case = head_case(vocab=160)  # a multiple of 32: otherwise it uses float32 products
     arguments = arguments_for(case, name)
     found = []
     for each in (True, False):
@@ -43,7 +43,7 @@ def test_a_torch_that_lists_no_instructions_multiplies_float32(monkeypatch):
     gemms.cpu_multiplies_bfloat16.cache_clear()
 
 
-@pytest.mark.parametrize("use_reentrant", [None, True, False])  # None: no checkpoint
+@pytest.mark.parametrize("use_reentrant", [None, True, False])  # None: no checkpointing
 @pytest.mark.parametrize("before", [torch.clone, torch.sin])
 @pytest.mark.parametrize("behind", [torch.clone, torch.exp])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +68,7 @@ def test_main_grad_gets_dw_once_under_activation_checkpointing(before, behind, u
 
 @pytest.fixture(params=["high", "medium"])
 def narrow(request):
-    """The process lets float32 products round their operands: to TF32, to bfloat16."""
+    """Let float32 products round their operands, to TF32 or bfloat16, as a process can request."""
     torch.set_float32_matmul_precision(request.param)
     yield
     torch.set_float32_matmul_precision("highest")
@@ -85,14 +85,14 @@ def test_a_head_refuses_rounded_float32_products(dtypes, narrow):
         linear_logprob(hidden, weight, targets)
 
 
-@pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits computed again
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits recomputed
 def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
 
 
 def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
-    """Not even while it forms a product: torch's setting is one for the process."""
+    """Not even during a product: torch's setting is global in the process."""
     seen = []
 
     def settings():
@@ -125,7 +125,7 @@ def test_mixed_dtypes_give_the_log_prob_of_the_exact_numbers():
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_is_not_seen(dtype, name):
-    case = with_exact_logits(head_case(20, 8, 8197))  # above the size that one thread keeps for itself
+    case = with_exact_logits(head_case(20, 8, 8197))  # above the size that one thread handles alone
     arguments, found = arguments_for(case, name), []
     for count in (1, 3):
         torch.set_num_threads(count)

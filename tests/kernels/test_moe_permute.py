@@ -1,4 +1,4 @@
-"""moe_permute and moe_unpermute against autograd in float64; again in interpreter/test_ops.py."""
+"""moe_permute and moe_unpermute against autograd in float64; also in interpreter/test_ops.py."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from marsrl.kernels.moe_permute.reference import moe_permute_reference, moe_unpe
 
 
 def random_map(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu") -> Tensor:
-    """[T, E] bool: so many experts of each token; the first expert has no token, where others are enough."""
+    """Return [T, E] bool with this many experts per token. The first expert gets no token if the others suffice."""
     scores = torch.rand(num_tokens, num_experts, device=device)
     if num_experts > top_k:
         scores[:, 0] = -1
@@ -18,7 +18,7 @@ def random_map(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu
 
 
 def ragged_map(device: str = "cpu") -> Tensor:
-    """Tokens with any number of experts, as a rank has that holds some of them: the first and the last token none."""
+    """Return tokens with any number of experts, as on a rank that holds some of them; the first and last token have none."""
     counts = (0, 3, 1, 0, 2, 5, 0)
     return torch.tensor([[expert < count for expert in range(5)] for count in counts], device=device)
 
@@ -43,7 +43,7 @@ def compare(routing_map: Tensor, width: int, dtype: torch.dtype, weight_dtype: t
 
 
 def check_order(device: str = "cpu") -> None:
-    """Rows are sorted by expert, then by token, and each weight is that of its token and expert."""
+    """Check that rows are sorted by expert, then by token, and that weights belong to their token and expert."""
     routing_map = ragged_map(device)
     pairs = [(expert, token) for expert in range(5) for token in range(7) if routing_map[token, expert]]
     order = RowOrder.of_map(routing_map, len(pairs))
@@ -57,7 +57,7 @@ def check_order(device: str = "cpu") -> None:
 
 
 def check_single_rows(device: str = "cpu") -> None:
-    """Rows that came chunk by chunk from other ranks, sorted by expert and back, with the gradients of a sort."""
+    """Check rows that arrived in chunks from other ranks: sorted by expert and back, with the gradients of a sort."""
     expert_of = torch.tensor([0, 0, 1, 2, 0, 2, 2, 1, 1, 1], device=device)
     order = RowOrder.of_experts(expert_of)
     rows, weights = torch.randn(10, 6, device=device), torch.randn(10, device=device)
@@ -69,7 +69,7 @@ def check_single_rows(device: str = "cpu") -> None:
     assert all(map(torch.equal, there_and_back, (rows, *given)))
 
 
-# widths around a vector and a block of columns (that of the interpreter's run is 16); one expert a token and all of them
+# Widths around a vector and a block of columns (16 when interpreted); one expert per token, and all of them.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 16, 33])
 @pytest.mark.parametrize("routing_map", [(6, 5, 2), (7, 4, 1), (4, 3, 3), (1, 9, 8), None])
@@ -88,7 +88,7 @@ def test_the_order_of_rows_there_and_back(check, implementation):
 
 
 def test_sums_round_once(implementation):
-    """256 and eight times 1: in bfloat16 256 + 1 is 256 again, and in float32 264."""
+    """256 plus eight times 1: in bfloat16 256 + 1 stays 256, in float32 the sum is 264."""
     order = RowOrder.of_map(torch.ones(2, 9, dtype=torch.bool), 18)
     rows = torch.ones(18, 4, dtype=torch.bfloat16)
     rows[:2] = 256

@@ -1,4 +1,4 @@
-"""mpt_gate: positive samples of low entropy, and nobody else; again in interpreter/test_mpt_gate_interpreted.py."""
+"""mpt_gate selects only positive samples with low entropy; also in interpreter/test_mpt_gate_interpreted.py."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from marsrl.kernels import mpt_gate
 
 
 def case():
-    """(entropy, mask, cu_seqlens) on the default device."""
+    """Return (entropy, mask, cu_seqlens) on the default device."""
     mask = torch.tensor([True, True, False, True, True, True, True, True])
     return torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1]), mask, torch.tensor([0, 3, 3, 5, 8])
 
@@ -21,7 +21,7 @@ def implementation(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
     torch.set_default_device("cuda" if request.param == "triton" and not IS_INTERPRETED else None)
     yield
-    torch.set_default_device(None)  # "cpu" would stay as a mode, which torch.compile traces otherwise
+    torch.set_default_device(None)  # "cpu" would stay a mode, which torch.compile traces differently
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])
@@ -29,7 +29,7 @@ def test_the_gate_uses_mean_entropy_over_trained_tokens(poison):
     entropy, mask, cu_seqlens = case()
     entropy = torch.where(mask, entropy, poison)
     positive = torch.tensor([True, True, True, False])
-    # means: 0.15, none, 0.3, 0.067 but not positive
+    # Means: 0.15, none, 0.3, 0.067 but not positive.
     assert mpt_gate(entropy, mask, cu_seqlens, positive).tolist() == [True, False, False, False]
     assert mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
 
@@ -50,7 +50,7 @@ def test_without_trained_tokens_nothing_is_gated():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_long_sequences_are_summed_in_double(dtype):
-    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # less and more than a block of a device
+    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # less and more than a device's block
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
     entropy, mask = torch.rand(int(cu_seqlens[-1])).to(dtype), torch.rand(int(cu_seqlens[-1])) < 0.7
     parts = zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])

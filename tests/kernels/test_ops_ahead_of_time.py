@@ -1,4 +1,4 @@
-"""The kernels of the ops beside the head compile for A100 and H100: on tensor cores, without spills, 128 bits at once."""
+"""Kernels of the other ops compile for A100 and H100: on tensor cores, without spills, with 128-bit accesses."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ of = partial(floats, dtype=BF16)
 
 
 def both_ways(kernels, args, needs):
-    """Forward and backward of an op whose leading arguments are the tensors."""
+    """Run forward and backward of an op whose leading arguments are the tensors."""
     found = kernels.forward(*args)
     kernels.backward(args, found, found[:1], needs)
 
@@ -54,7 +54,7 @@ def test_grouped_linear(target):
 
 
 def test_grouped_linear_with_main_grad(target):
-    """A tile of float32 is read and written, too, and on Hopper two programs fit the 65,536 registers of a multiprocessor."""
+    """It also reads and writes a float32 tile, and on Hopper two programs fit the 65,536 registers of a multiprocessor."""
     weights = of(128, 1536, 2048)
     with compile_well(target, ["rows_times_matrices", "matrix_gradients"] * 2) as reports:
         for buffer in (None, MainGrad(weights, of(*weights.shape, dtype=FP32))):

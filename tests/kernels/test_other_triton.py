@@ -1,7 +1,6 @@
-"""Triton kernels with the Triton that the CUDA set brings: every op interpreted once, those of the head compiled for an H100.
+"""Triton kernels with the Triton of the CUDA set: every op interpreted once, and the head's compiled for an H100.
 
-`make test-triton` runs all tests, and compiles all kernels for both GPUs. `make test-all` fetches that Triton into build/.
-"""
+`make test-triton` runs all tests, and compiles all kernels for both GPUs. `make test-all` downloads that Triton to build/."""
 
 from __future__ import annotations
 
@@ -37,7 +36,9 @@ def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str, chosen: str) -
         "PYTHONPATH": str(folder),
         "TRITON_INTERPRET": "1" if tests.startswith("interpreter") else "0",
     }
-    environment.pop("TORCHDYNAMO_DISABLE", None)  # of our shim of Megatron, which other tests of this process import
+    environment.pop(
+        "TORCHDYNAMO_DISABLE", None
+    )  # set by our shim of Megatron, which other tests of this process import
     words = [sys.executable, "-c", SCRIPT, other, f"tests/kernels/{tests}", "-q", "-k", chosen]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

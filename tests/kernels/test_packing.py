@@ -1,4 +1,4 @@
-"""pack, kept_rows: the shift is made once, nothing is read that may not be."""
+"""pack and kept_rows: the shift is applied once, and masked values are never read."""
 
 import math
 
@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from marsrl.kernels import kept_rows, mpt_gate, pack
 
-# (of each sequence whether its tokens are sampled, positions of padding); a sequence may be empty, padding needs one
+# (for each sequence whether its tokens are sampled; positions of padding). A sequence may be empty; padding needs one.
 FLAGS = st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(FLAGS, st.integers(0, 3))
 def test_a_position_predicts_the_next_token_of_its_sequence(flags, padding):
-    """Position by position what a loop finds; NaN where nothing may be read."""
+    """Compare each position with a loop; NaN marks values that must not be read."""
     sampled = [flag for each in flags for flag in each]
     token_ids = torch.randint(1, 1000, (len(sampled),), dtype=torch.int32)
     values = torch.rand(2, len(sampled)).masked_fill(~torch.tensor(sampled, dtype=torch.bool), math.nan)
@@ -60,7 +60,7 @@ def test_packing_and_gating_on_a_gpu_do_not_synchronise(monkeypatch):
     num_tokens = int(lengths.sum())
     bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
     token_ids, is_sampled = torch.arange(num_tokens, device="cuda"), torch.rand(num_tokens, device="cuda") < 0.5
-    num_kept = int(is_sampled.sum() - is_sampled[bounds[:-1]].sum())  # nobody predicts the first of a sequence
+    num_kept = int(is_sampled.sum() - is_sampled[bounds[:-1]].sum())  # the first token of a sequence is not predicted
     entropy, positive = torch.rand(num_tokens, device="cuda"), torch.rand(64, device="cuda") < 0.5
 
     def all_of_it():
@@ -76,6 +76,6 @@ def test_packing_and_gating_on_a_gpu_do_not_synchronise(monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(packed.token_ids, token_ids) and torch.equal(rows, packed.mask.nonzero()[:, 0])
     assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
-    # a wrong count stays in bounds
+    # A wrong count stays in bounds.
     mask = torch.tensor([True, False, True, True], device="cuda")
     assert kept_rows(mask, num_kept=2).tolist() == [0, 2] and kept_rows(mask, num_kept=5).tolist() == [0, 2, 3, -1, -1]

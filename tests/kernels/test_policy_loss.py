@@ -1,4 +1,4 @@
-"""policy_loss: the C++ objective against its definition in float64, and facts worked out by hand."""
+"""policy_loss: the C++ objective against its definition in float64, and results worked out by hand."""
 
 import math
 from dataclasses import replace
@@ -15,8 +15,8 @@ E20 = math.exp(20)
 WIDE = {"correction_low": 0.0, "correction_high": 1e12}
 DUAL = PolicyObjective(dual_clip=3.0)
 K1 = PolicyObjective(kl="k1", kl_coef=0.5)
-# Clips, and log-ratios beyond LOG_RATIO_BOUND; log-prob -1 throughout. name -> objective, advantage, what is given, (loss,
-# slope, clamped tokens)
+# Clips, and log-ratios beyond LOG_RATIO_BOUND; the log-prob is always -1. name -> objective, advantage, inputs, (loss, slope,
+# clamped tokens)
 BY_HAND = {
     "ratio 1.1": (DUAL, 2.0, {"old": -1 - math.log(1.1)}, (-2.2, -2.2, 0)),
     "ratio 1.5 at 1.2": (DUAL, 2.0, {"old": -1 - math.log(1.5)}, (-2.4, 0, 0)),
@@ -56,7 +56,7 @@ BY_HAND = {
 
 
 def one_token(logprob, advantage, objective, **inputs):
-    """Loss and slope of a single token, and the whole result."""
+    """Return loss and slope of a single token, and the whole result."""
     logprobs = torch.tensor([logprob], requires_grad=True)
     result = policy_loss(
         logprobs,
@@ -88,7 +88,7 @@ def test_clips_stop_the_gradient_and_log_ratios_are_clamped(name, implementation
         return loss, slope, found.agent_sums["clamped_tokens"].item()
 
     assert run() == pytest.approx(expected, rel=1e-5)
-    assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # what is masked is counted as that alone
+    assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # masked tokens are not counted as dropped
 
 
 def test_the_gate_masks_sure_tokens_but_still_counts_them():
@@ -128,7 +128,7 @@ def test_a_sample_is_masked_by_the_geometric_mean_of_its_ratios(low, high, kept,
         normaliser=1.0,
     )
     assert found.coefficient.tolist() == kept and float(found.agent_sums["masked_tokens"]) == kept.count(0)
-    assert float(found.agent_sums["tokens"]) == 6  # masked ones stay in the count
+    assert float(found.agent_sums["tokens"]) == 6  # masked tokens stay in the count
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -144,6 +144,6 @@ def test_the_marks_of_tokens_add_up_to_what_the_loss_counts(name):
     assert not (marks.gated & ~marks.masked).any() and not (marks.masked & ~inputs.mask).any()
     if objective.correction in ("none", "tis"):
         assert bool((marks.gated == marks.masked).all())
-    # a token that a correction leaves out is masked, and not gated
+    # A token that a correction leaves out is masked, not gated.
     plain = token_marks(logprobs, logprobs, replace(inputs, objective=replace(objective, correction="none")))
     assert torch.equal(marks.gated, plain.gated)

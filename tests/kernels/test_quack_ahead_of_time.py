@@ -1,4 +1,4 @@
-"""QuACK's product of the head, compiled for Hopper by CuTe DSL where QuACK is installed; no GPU is needed."""
+"""QuACK's product of the head, compiled for Hopper by CuTe DSL if QuACK is installed; no GPU is needed."""
 
 import os
 import re
@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("quack") is None, reason="quack is not installed; constraints/cuda.txt has it"),
 ]
-# 4,224 rows of Qwen3's head at once. The DSL asks a GPU for nothing but how many clusters are active.
+# 4,224 rows of Qwen3's head at once. The DSL only asks a GPU how many clusters are active.
 COMPILE = """
 import cutlass.utils, torch
 from torch._subclasses.fake_tensor import FakeTensorMode

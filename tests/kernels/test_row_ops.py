@@ -1,4 +1,4 @@
-"""rms_norm, also rotated, and swiglu against autograd in float64; again in interpreter/test_ops.py."""
+"""rms_norm, with and without rotation, and swiglu against autograd in float64; also in interpreter/test_ops.py."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ if IS_INTERPRETED:
 
 
 def eager_norm(x, weight, *, eps=EPS, is_zero_centred=False, rotation=None):
-    """A rotation as transformers has it: x cos + rotate_half(x) sin, with cos and sin of every pair twice."""
+    """Normalise, and rotate as transformers does: x cos + rotate_half(x) sin, with cos and sin repeated for each pair."""
     out = torch_rms_norm(x, weight.shape, weight + is_zero_centred, eps)
     if rotation is None:
         return out
@@ -42,35 +42,35 @@ def eager_norm(x, weight, *, eps=EPS, is_zero_centred=False, rotation=None):
 
 
 def eager_swiglu(products, weights=None):
-    """Plain PyTorch, each step rounded to its dtype."""
+    """Compute in plain PyTorch, with each step rounded to its dtype."""
     gate, up = products.chunk(2, dim=-1)
     out = silu(gate) * up
     return (out if weights is None else out * weights.unsqueeze(-1)).to(products.dtype)
 
 
 def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centred=False, scale=1.0, device="cpu"):
-    """shape: of the rows, of which x has every step-th of a larger tensor's. scale: of x."""
+    """shape: of the rows; x takes every step-th row of a larger tensor. scale: of x."""
     x = (torch.randn(*shape[:-1], step * shape[-1], width, device=device) * scale).to(dtype)[..., ::step, :]
     weight = torch.rand(width, device=device).to(dtype)
-    angles = torch.rand(shape[0], width // 2, device=device) * 4000  # of positions up to some thousand
+    angles = torch.rand(shape[0], width // 2, device=device) * 4000  # of positions up to a few thousand
     rotation = torch.cat((angles.cos(), angles.sin()), -1) if is_rotated else None
     words = {"eps": EPS, "is_zero_centred": is_zero_centred, "rotation": rotation}
     judge(NAMES, partial(rms_norm, **words), partial(eager_norm, **words), [x, weight])
 
 
 def compare_swiglu(shape, width, dtype, *, has_weights=True, scale=1.0, device="cpu"):
-    """shape: of the rows. scale: of the products; the gate of some rows is far out on either side."""
+    """shape: of the rows. scale: of the products; some rows' gates are far out on either side."""
     products = (torch.randn(*shape, 2 * width, device=device) * scale).to(dtype)
     upstream = torch.randn(*shape, width, device=device).to(dtype)
     inputs = [products, torch.rand(*shape, device=device)] if has_weights else [products]
-    # A row's weight is worth a sum whose terms cancel.
+    # The gradient of a row's weight is a sum whose terms cancel.
     size = (upstream.double() * eager_swiglu(products.double())).abs().sum(-1).max().item()
     names, scales = NAMES[: 1 + len(inputs)], (0.0, 0.0, size)[: 1 + len(inputs)]
     judge(names, swiglu, eager_swiglu, inputs, [upstream], scales=scales)
 
 
 def compare(shape, width, dtype, device="cpu"):
-    """Both ops in every form."""
+    """Compare both ops in every form."""
     compare_norm(shape, width, dtype, device=device)
     compare_norm(shape, width, dtype, step=3, is_zero_centred=True, scale=30.0, device=device)
     for step in (1, 3) if width % 2 == 0 else ():

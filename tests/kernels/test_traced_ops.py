@@ -1,4 +1,4 @@
-"""The ops as torch.compile sees them, and as compiled code calls them."""
+"""The ops as torch.compile traces them, and as compiled code calls them."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from marsrl.kernels import (
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet():
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables it for its process.
+    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables it in its process.
         yield
 
 
@@ -34,7 +34,7 @@ INPUTS = LossInputs(PolicyObjective(), torch.tensor([0, 4]), 4.0, advantages=tor
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of our ops: found[op], of its last call."""
+    """Records the arguments of our ops' last calls: found[op]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_an_op_is_compiled_whole_with_eager_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's own rules for the op and its backward, and in one graph for all sizes."""
+    """Uses torch's own checks of the op and its backward, and one graph for all sizes."""
     op, backend = CALLS[name], CompileCounterWithBackend("aot_eager")
     with Recorder() as recorder, monkeypatch.context() as traced:
         traced.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -92,7 +92,7 @@ def group():
     dist.destroy_process_group()
 
 
-# of a head's hidden or of experts' rows x [4, 8], weight [40, 8] and main_grad of it
+# Head's hidden or experts' rows x [4, 8], weight [40, 8] and its main_grad.
 BREAKS = {
     "linear_logprob has a tp_group, which is no argument for an op": (
         lambda x, weight, main_grad, group: linear_logprob(x, weight, torch.arange(4), tp_group=group).logprobs

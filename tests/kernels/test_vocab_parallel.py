@@ -1,8 +1,7 @@
-"""The fused head with its vocabulary cut over gloo processes, against one with all of it; again in interpreter/.
+"""The fused head with its vocabulary sharded over gloo processes, against one with all of it; also in interpreter/.
 
-Also the script of these processes: `python test_vocab_parallel.py WORLD FOLDER` forks so many ranks when it has imported what
-they need.
-"""
+Also the processes' script: `python test_vocab_parallel.py WORLD FOLDER` forks this many ranks after it has imported what they
+need."""
 
 import os
 import subprocess
@@ -34,7 +33,7 @@ TOKENS, CHUNK, WORLDS = 30, 8, [2, pytest.param(4, marks=pytest.mark.slow)]  # C
 if IS_INTERPRETED:
     TOKENS, CHUNK, WORLDS = 6, 3, [2]
 SIZE, VOCAB = 12, 80
-# 71: padding in the last shard; 40: half of the shards are nothing but padding; a support of which most shards keep nothing
+# 71: padding in the last shard; 40: half of the shards are only padding; a support that most shards have no part of.
 CASES = {
     "single pass, 71": ("k3, entropy bonus, tis", 71),
     "recompute, 80": ("sequence ratio", 80),
@@ -45,7 +44,7 @@ NAMES = ("logprobs", "entropy", "dX", "dW", "loss", "coefficient", "dX of the lo
 
 
 def case_of(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """hidden, weight, targets and arguments, the same in every process; columns behind the vocabulary's are padding."""
+    """Return hidden, weight, targets and arguments, the same in every process; columns after the vocabulary's are padding."""
     torch.manual_seed(1)
     objective, real = CASES[name]
     hidden, weight, targets = case = head_case(TOKENS, SIZE, real)
@@ -58,14 +57,14 @@ def case_of(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
 def results(
     hidden: Tensor, weight: Tensor, targets: Tensor, arguments: dict[str, Any], group: Any = None
 ) -> list[Tensor]:
-    """NAMES: of linear_logprob, then of linear_policy_loss."""
+    """Return results by NAMES: of linear_logprob, then of linear_policy_loss."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     words = {name: arguments[name] for name in ("temperature", "real_vocab_size", "support")}
     out = linear_logprob(hidden, weight, targets, tp_group=group, **words)
     (out.logprobs.sum() + 0.3 * out.entropy.square().sum()).backward()
     first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
-    # the reference leaves it to autograd
+    # The reference leaves it to autograd.
     main_grad = None if weight.dtype == torch.float64 else torch.zeros(weight.shape)
     loss = linear_policy_loss(hidden, weight, targets, tp_group=group, main_grad=main_grad, **arguments)
     loss.loss.backward()
@@ -102,7 +101,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def of_ranks(request, tmp_path_factory):
-    """(results of CASES, gate) of each rank. By a script, not mp.spawn: that cannot import a test's file by name."""
+    """Return (results of CASES, gate) of each rank. A script runs, because mp.spawn cannot import a test's file by name."""
     folder = tmp_path_factory.mktemp("ranks")
     chosen = {"MARSRL_KERNELS": "triton"} if IS_INTERPRETED else {}
     words = [sys.executable, __file__, str(request.param), str(folder)]
@@ -112,7 +111,7 @@ def of_ranks(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_shards_equal_the_whole(name, of_ranks):
-    """As exact as this process with all of the vocabulary; the ranks agree to the bit."""
+    """As exact as this process with the whole vocabulary, and bitwise equal on all ranks."""
     shards = [found[list(CASES).index(name)] for found, _ in of_ranks]
     hidden, weight, targets, arguments = case_of(name)
     whole = results(hidden, weight, targets, arguments)
@@ -138,4 +137,4 @@ if __name__ == "__main__":
     _, WORLD, FOLDER = sys.argv
     start_processes(
         run_rank, (int(WORLD), FOLDER), nprocs=int(WORLD), start_method="fork"
-    )  # the first that fails ends all
+    )  # the first failure ends all

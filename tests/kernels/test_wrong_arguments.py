@@ -31,7 +31,7 @@ NO_TEMPERATURES = [
 ]
 HEAD = {"hidden": zeros(4, 8), "weight": zeros(40, 8), "targets": ints(4)}
 LOSS = {"objective": PolicyObjective(), "cu_seqlens": tensor([0, 4]), "normaliser": 1.0, "advantages": ones(1)}
-OF_LOSS, LOGPROBS = policy_case()  # of 60 tokens and 6 sequences
+OF_LOSS, LOGPROBS = policy_case()  # with 60 tokens and 6 sequences
 ORDER = kernels.RowOrder.of_map(tensor([[True, False], [True, True]]), 3)
 IDS = zeros(1, dtype=torch.int32)
 FUNCTIONS = {**vars(kernels), "policy_loss": policy_loss, "linear_policy_loss": linear_policy_loss}
@@ -55,7 +55,7 @@ RIGHT = {
     "rms_norm": {"x": ones(3, 4), "weight": ones(4), "eps": 1e-6},
     "swiglu": {"products": ones(3, 4)},
 }
-# op -> (what is changed, how the error goes on)
+# op -> (the change, how the error continues)
 WRONG = {
     "attention_decode": [
         ({"k_cache": zeros(3, 5, 2, 8)}, r"k_cache has shape \[3, 5, 2, 8\], expected \[2, any, any, 8\]"),
@@ -154,7 +154,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["", "reference"])  # "": that of this machine
+@pytest.mark.parametrize("implementation", ["", "reference"])  # "": this machine's default
 @pytest.mark.parametrize("op, change, message", [(op, *each) for op in WRONG for each in WRONG[op]])
 def test_a_wrong_argument_is_named_with_what_was_expected(op, change, message, implementation, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)

@@ -1,4 +1,4 @@
-"""One hostile run and one viewer for all tests of the viewer."""
+"""One hostile run and one viewer, shared by all tests of the viewer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def viewer(runs: list[Path]) -> Iterator[str]:
-    """The address that `marsrl view` prints, token and all."""
+    """The address that `marsrl view` prints, with its token."""
     command = [sys.executable, "-m", "marsrl.commands.cli", "view", *map(str, runs)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -36,7 +36,9 @@ def viewer(runs: list[Path]) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(scope="module")  # while it lives, asyncio.run fails in this thread: Playwright's loop counts as running
+@pytest.fixture(
+    scope="module"
+)  # while it lives, asyncio.run fails in this thread, because Playwright's loop counts as running
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""A run whose every text is an attack on whoever shows it: test data, no result of any model."""
+"""A run whose texts all attack the pages that show them: test data, no model's output."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ It is \boxed{\frac{7}{2}}
 
 
 class Pieces:
-    """Stands for a renderer whose tokens cut the sample's text evenly, wherever that is."""
+    """Stands for a renderer whose tokens cut the sample's text evenly, at any character."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -69,7 +69,9 @@ class Pieces:
 
 
 def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample], trained: set[str]) -> None:
-    """samples: by their line. trained: uids; token k has trainer log-prob -k / 10, entropy k / 20, marks in turn."""
+    """Write token logs. samples: by line. trained: uids. Token k has trainer log-prob -k / 10, entropy k / 20, and alternating
+    marks.
+    """
     records = []
     for line, sample in samples.items():
         renderer: Any = Pieces(sample.text)
@@ -81,9 +83,10 @@ def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample
 
 
 def make_hostile_run(root: Path) -> Path:
-    """Six steps of made-up samples with ATTACK in all that a model, data or a config may hold; a seventh of long texts, a
-    tool's among them, by three policy versions, and of a chat; an eighth whose file is damaged.
-    Tokens are kept of two samples of the seventh, and the file of the first's is damaged."""
+    """Write six steps of made-up samples with ATTACK in all texts of a model, data or a config. A seventh has long texts, some
+    from a tool or a chat, by three policy versions; the file of an eighth is damaged. Tokens are logged for two samples of the
+    seventh, and the first one's file is damaged.
+    """
     run = make_run(root, text=ATTACK)
     unclosed = "<tool_call>" * 50_000
     talk = f"I look it up. <tool_call>{ATTACK}</tool_call><tool_response>{ATTACK}</tool_response> So: {ATTACK}"

@@ -1,4 +1,4 @@
-"""The pages in a real Chromium, over a run whose every text is an attack."""
+"""The pages in a real Chromium, for a run whose texts all attack them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGES = (
     "page=samples&sample=6.4",  # its own parent
     *(f"page=samples&sample=6.3&color={color}" for color in ("difference", "gated")),
     "page=samples&sample=6.1&color=logprob",  # trained nothing; tokens of 35,000 characters
-    "page=samples&sample=6.2&color=gated",  # none kept
+    "page=samples&sample=6.2&color=gated",  # none logged
     "page=samples&sample=6.3&color=__proto__",
     "page=samples&sample=6.5",  # a chat
     "page=samples&sample=6.5&raw=1",
@@ -59,7 +59,7 @@ def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) ->
             assert not re.search(r"\b(?:None|null|NaN|undefined)\b|Loading", words), query
     assert not watched.complaints
     assert not [address for address in watched.asked if not address.startswith(watched.origin)]
-    assert watched.is_refused_what_is_elsewhere()  # the check itself: this is seen
+    assert watched.is_refused_what_is_elsewhere()  # checks the check: a request elsewhere is noticed
 
 
 def test_texts_are_shown_whole_and_hidden_characters_named(watched: Watched) -> None:
@@ -73,7 +73,7 @@ def test_texts_are_shown_whole_and_hidden_characters_named(watched: Watched) -> 
     assert watched.page.locator(".segments rect").count() == 3
     watched.open("?page=samples&sample=6.1")
     watched.page.wait_for_selector("text=policy version 0")
-    assert watched.page.locator(".segments").count() == 0  # of a single version
+    assert watched.page.locator(".segments").count() == 0  # from a single version
     watched.open("?page=samples&sample=6.3")
     watched.page.get_by_text("what it changed").click()
     watched.page.wait_for_selector("text=too long to be compared")
@@ -108,7 +108,7 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
 
 def test_a_sample_without_tokens_names_the_setting_and_others(watched: Watched) -> None:
     page = watched.page
-    watched.open("?page=samples&sample=1.1&color=entropy")  # step 0 is nearer, and its file is damaged
+    watched.open("?page=samples&sample=1.1&color=entropy")  # step 0 is nearer, but its file is damaged
     page.wait_for_selector("text=run.token_log_every")
     page.get_by_role("button", name="corrector1 3").click()
     page.wait_for_selector(".tokens.by-entropy")
@@ -133,7 +133,7 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("/")
     page.keyboard.type("no")
-    page.evaluate("dispatchEvent(new Event('state'))")  # the page is rendered while somebody types
+    page.evaluate("dispatchEvent(new Event('state'))")  # the page is rendered while the user types
     page.wait_for_timeout(100)
     page.keyboard.type("where")
     page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""Catalog against the files of its run."""
+"""The catalog compared with its run's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 
 def all_found(catalog: Catalog, wanted: Filter, within_s: float = 60.0) -> tuple[list[Row], int | None]:
-    """Every page of a filter, and the count that the first one gave."""
+    """Return every page of a filter, and the count of the first page."""
     page = catalog.find(wanted, within_s=within_s)
     num, rows = page.num, list(page.rows)
     while page.next is not None:
@@ -56,14 +56,16 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(problem="p1.2"), lambda step, s: s.problem_id == "p1.2"),
     (Filter(words="ANSWER 9"), lambda step, s: "Answer: 9" in s.text),
     (Filter(words="answer", agent="corrector1"), lambda step, s: "Answer" in s.text and s.agent == "corrector1"),
-    (Filter(words="asked"), lambda step, s: s.uid in ("o0", "w")),  # by the first of a group alone
+    (Filter(words="asked"), lambda step, s: s.uid in ("o0", "w")),  # only the first of a group has the prompt
     (Filter(words="nowhere"), lambda step, s: False),
     (Filter(words="needle", high=0.4), lambda step, s: "needle" in s.text and s.reward is not None and s.reward <= 0.4),
 ]
 
 
 def test_filters_find_matching_samples_and_write_nothing(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "runs[1]*" / "step=9", num_steps=6)  # what DuckDB could take for a pattern or a column
+    run = make_run(
+        tmp_path / "runs[1]*" / "step=9", num_steps=6
+    )  # a name that DuckDB could take for a pattern or a column
     rewards = [Reward(i / 20, i / 20) for i in range(20)]
     odd = [make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=r) for i, r in enumerate(rewards)]
     changes = {"verdict": False, "finish": Finish.LENGTH, "reward": Reward(0.0, 0.0, {"verdict": 0.0})}
@@ -80,7 +82,7 @@ def test_filters_find_matching_samples_and_write_nothing(tmp_path: Path) -> None
         rows, num = all_found(catalog, wanted)
         assert [(row.step, row.line) for row in rows] == expected, wanted
         assert num == (None if wanted.words else len(expected)), wanted
-        assert rows == all_found(catalog, wanted, within_s=0.0)[0], wanted  # a step a page
+        assert rows == all_found(catalog, wanted, within_s=0.0)[0], wanted  # one step per page
     assert [len(catalog.find(Filter(words="answer", last=1), within_s=each).rows) for each in (0.0, 60.0)] == [24, 36]
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
@@ -107,7 +109,7 @@ def test_only_answers_that_a_team_reads_can_be_missing(tmp_path: Path) -> None:
         (
             ({}, {}, ["no answer found"]),
             ({}, {"answer": "7"}, []),
-            ({}, {"reward": Reward(1.0, math.nan, {"readable": 1.0})}, []),  # a query that could be read
+            ({}, {"reward": Reward(1.0, math.nan, {"readable": 1.0})}, []),  # a readable query
             ({}, {"finish": Finish.ERROR}, ["error"]),
             ({"external": {"function": "program.py:run"}}, {}, []),
         )
@@ -130,7 +132,7 @@ def test_problems_are_listed_over_ranges_of_steps(tmp_path: Path) -> None:
     found = measured.problems(catalog, "solver")
     assert found["columns"] == [(step, step + 1) for step in range(10, 40, 2)]
     rows = {row["problem"]: row["cells"] for row in found["rows"]}
-    assert [*rows] == ["often", "3", "2", "1"]  # the newest first among equals
+    assert [*rows] == ["often", "3", "2", "1"]  # the newest first if equal
     assert rows["often"][:6] == [[2, 0.5, 0.0]] * 5 + [[2, 0.5, 1.0]]
     assert rows["1"] == [[1, 0.0, 0.0]] * 5 + [None] * 10
     assert [row["cells"][0][0] for row in measured.problems(catalog)["rows"] if row["problem"] == "1"] == [2]
@@ -160,7 +162,7 @@ def test_a_resumed_run_is_followed_and_replayed_steps_replaced(tmp_path: Path) -
     assert catalog.counts == {"samples": len(rows), "files": 3, "last_metrics": 2}
     write_samples(run, 2, [make_group(make_sample("again", text="another: quagga"))])
     lines = run.metrics.read_bytes().splitlines(keepends=True)
-    run.metrics.write_bytes(lines[0])  # a run that goes on cuts off what was lost
+    run.metrics.write_bytes(lines[0])  # a resumed run removes lost lines
     step_files(run.samples)[0].unlink()
     catalog.refresh()
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
@@ -238,7 +240,7 @@ def test_warnings_of_a_run_and_of_its_metrics_are_listed(tmp_path: Path) -> None
     found = measured.warnings(catalog)
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
     said = [each["text"] for each in found if each["kind"] == "said"]
-    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 speaks for all
+    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 reports for all
     assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
     of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite"), *((4, 4, name) for name in unusual)]
     assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said"), (None, None, "trace.json")]
@@ -273,7 +275,7 @@ def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path)
         ("mark/step", "step 1", 3.0, 3.0, {}),
         ("mark/step", "step 2", 7.0, 7.0, {}),
         ("mark/step", "step 3", 9.0, 9.0, {}),
-        ("sync/main", "publish", 10.0, 11.0, {"version": 1}),  # once more, as a run that goes on does
+        ("sync/main", "publish", 10.0, 11.0, {"version": 1}),  # repeated, as in a resumed run
     ):
         trace.add(lane, name, trace.zero + start, trace.zero + end, arguments)
     trace.save()
@@ -286,7 +288,7 @@ def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path)
         ("judge", 0, 2.0, 9.0, 1),
         ("solver", 2, 9.0, 11.0, 1),  # of a version without a publish: from its step to the end
     ]
-    assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # of the place in the team
+    assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # by the position in the team
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]
     run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
     assert catalog.ages == [("judge", 0, 1), ("solver", 0, 2)]  # step 1 trained nothing and made no version

@@ -22,7 +22,7 @@ from marsrl.trainer.runs.directory import RunDirectory, write_json
 
 
 def draws(right: float, problems: range, seed: int, of: str = "") -> list[Draw]:
-    """Two of each problem; how hard a problem is holds for all who are given it."""
+    """Return two draws of each problem, whose difficulty is the same in all runs."""
     rng, found = random.Random(seed), []
     for i in problems:
         ease = random.Random(f"ease {i}").random()
@@ -48,7 +48,7 @@ def gap(one: Path, other: Path, row: str = "system") -> Difference:
 
 
 def shown(*runs: Path, page: Path | None = None) -> str:
-    """Output in the terminal."""
+    """Return the terminal output."""
     compare([str(run) for run in runs], str(page) if page else None, Console(file=(text := io.StringIO()), width=200))
     return text.getvalue()
 
@@ -65,14 +65,14 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert (same.mean, same.low, same.high) == (0, 0, 0) and not same.is_clear
     others = read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3)))
     assert difference(read_compared(worse), others, "system") is None
-    assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not of every problem
+    assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not for every problem
     assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
     assert Difference(0.5, 0.1, 0.9, 2).is_clear
-    # pairs know a problem's ease, which two intervals beside each other do not: independent ones are sqrt(2) as wide
+    # Pairs share a problem's difficulty, which two separate intervals do not: those are sqrt(2) as wide if independent.
     one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))
     system, pair = read_compared(one).last.system, gap(one, other)
     assert pair.high - pair.low < 1.3 * (system.high - system.low)
-    # one of several sets, and answers that are known
+    # One of several sets, and problems with known answers.
     math, qa, others = (draws(0.5, range(k, k + 4), 1, of) for k, of in ((0, "math"), (4, "qa"), (8, "qa")))
     unknown = [draw.model_copy(update={"system": Said(correct=None), "alone": None}) for draw in others]
     sets, rows = keep(tmp_path / "g", [*math, *qa[2:], *unknown]), ("system", "alone", "math/system", "qa/alone")
@@ -89,7 +89,7 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
     found = answers_in(tmp_path / "page.html")["compare"]["settings"]
     assert found == {"policies.main.optimizer.lr": ["1e-05", "2e-05"], "data.train": ["not set", "<b>x"]}
-    # one that was another when the run went on, in more than nine files
+    # A setting that changed when the run was resumed, in more than nine files.
     runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("c", "d")]
     for run in runs:
         RunDirectory(run).write_config({"run": {"steps": 200}})
@@ -112,7 +112,7 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert "run one" in shown and "run two" in shown and "system" in shown and "[+0." in shown
     course = [line for line in shown.splitlines() if " 0.0" in line and "│" in line]
-    assert len(course) == 6, shown  # three evaluations a run, each with its hours
+    assert len(course) == 6, shown  # three evaluations per run, each with its hours
     found = answers_in(tmp_path / "compare.html")["compare"]
     assert found["names"] == ["run one", "run two"] and {len(row["cells"]) for row in found["rows"]} == {2}
     titles = {"system: share right", "alone: share right", "reward, mean of all agents"}

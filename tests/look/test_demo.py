@@ -1,4 +1,4 @@
-"""The recorded run of `marsrl view --demo`: what it holds, and what the viewer shows of it."""
+"""The recorded run of `marsrl view --demo`: its contents, and what the viewer shows."""
 
 from __future__ import annotations
 

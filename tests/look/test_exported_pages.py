@@ -1,4 +1,4 @@
-"""A run in one file: what is in it, and what a real Chromium, which `make test-all` finds or installs, makes of it."""
+"""A run as one file: its contents, and its pages in a real Chromium, which `make test-all` finds or installs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
 def answers_in(page: Path) -> dict[str, Any]:
-    """Answers in the file, by question."""
+    """Return the answers in the file, by question."""
     found = re.search(r"window\.EXPORTED = (.*);\n", page.read_text("utf-8"))
     assert found
     content: dict[str, Any] = json.loads(found[1])
@@ -66,7 +66,7 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     assert sum(span[0] == "mark/step" for span in spans) == sum(span[0] == "mark/stage" for span in spans) == 6
     charts = whole["charts?run=0"]
     assert {"Reward", "Entropy", "Time per step"} <= {chart["title"] for chart in charts}
-    for chart in charts:  # the very questions that the page asks
+    for chart in charts:  # exactly the questions that the page asks
         names = "&".join(f"name={each['key']}" for each in chart["series"])
         assert len(whole[f"curves?run=0&{names}"]) == len(chart["series"])
     assert len(whole["tree?run=0&rollout=p1.0#0"]) == 20  # once, not with each of its samples
@@ -74,7 +74,7 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     assert whole["axes?run=0"]["tokens"][:3] == [3000, 6000, 9000]
     for row in whole["samples?run=0"]["rows"]:
         assert whole[f"sample?run=0&step={row['step']}&line={row['line']}"]["row"] == row
-    own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # whole, over several steps
+    own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # complete, over several steps
     assert [(row["agent"], row["step"]) for row in own[::-4]] == [*zip(AGENTS, range(1, 6), strict=True)]
 
 
@@ -94,7 +94,7 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
 
 
 def test_a_run_is_running_finished_or_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that writes its own report has finished, one that was killed has stopped."""
+    """A run that wrote its report has finished; a killed one has stopped."""
     run = make_run(tmp_path, num_steps=1)
     lock = RunLock(run)
     assert told(run)["runs"][0]["standing"] == "finished"
@@ -116,7 +116,7 @@ def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
 
 
 def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_path: Path) -> None:
-    """Every page, its charts, a sample, a diff and a zoom, with no server and no network."""
+    """Every page with its charts, a sample, a diff and a zoom, without a server or network."""
     file = write_report(make_run(tmp_path, text=ATTACK).path)
     seen = Watched(browser)
     page = seen.page
@@ -136,7 +136,7 @@ def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_
     page.get_by_role("link", name="warnings").click()
     page.wait_for_selector("text=metrics that were not finite")
     assert "PWNED" not in page.title() and not seen.complaints and seen.asked == [file.as_uri()]
-    assert seen.is_refused_what_is_elsewhere()  # the check itself: this is seen
+    assert seen.is_refused_what_is_elsewhere()  # checks the check: a request elsewhere is noticed
 
 
 def test_sessions_are_lines_with_branches_below_their_sample(browser: Browser, tmp_path: Path) -> None:

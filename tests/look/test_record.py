@@ -1,4 +1,4 @@
-"""Recording a run: what is kept of it, and what is never in a recording."""
+"""Recording a run: what is recorded, and what never is."""
 
 from __future__ import annotations
 

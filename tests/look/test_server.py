@@ -1,4 +1,4 @@
-"""Access to the viewer, the rights of its pages, and a run on the terminal."""
+"""Access to the viewer, the content policy of its pages, and a run on the terminal."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
     assert marks == [[*range(1, 110, 4)], [*range(2, 110, 4)], [i for i in range(110) if i % 4 > 1]]
     assert (kept["trainer"][7], kept["entropy"][7], kept["trainer"][110]) == (-0.7, 0.35, None)
     assert "".join(kept["text"]) == ask("sample", run=0, step=6, line=3)["record"]["text"] and len(kept["text"]) == 120
-    assert [each["line"] for each in near] == [3, 1]  # those of its agent first
-    # step 0 is nearer, and its file is damaged
+    assert [each["line"] for each in near] == [3, 1]  # its agent's first
+    # Step 0 is nearer, but its file is damaged.
     assert ask("tokens", run=0, step=1, line=1) == {"kept": None, "near": {"step": 6, "samples": near[::-1]}}
     with pytest.raises(ValueError, match="step_0.parquet is no token log"):
         ask("tokens", run=0, step=0, line=1)
@@ -132,7 +132,7 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
 
 def test_only_a_repair_is_compared_with_its_solution(ask: Callable[..., Any]) -> None:
     diffs = [ask("sample", run=0, step=6, line=line)["diff"] for line in (1, 2, 3, 4)]
-    # an answer, a verdict, a text that is too long, its own parent
+    # An answer, a verdict, a text that is too long, its own parent.
     assert [each and (each["of"]["line"], each["parts"]) for each in diffs] == [None, None, (1, None), None]
     row = next(row for row in ask("samples", run=1)["rows"] if row["agent"] == "corrector1")
     found = ask("sample", run=1, step=row["step"], line=row["line"])

@@ -1,3 +1,3 @@
-"""Helpers of this folder are importable by name; the process groups of one test do not reach into the next."""
+"""Make this folder's helpers importable by name, and give each test its own process groups."""
 
 from megatron_models import own_groups  # noqa: F401

@@ -1,9 +1,8 @@
-"""A job of two trainer ranks (gloo), of which the first has two engines, in threads of their own. See test_direct_sync.
+"""A job of two trainer ranks (gloo); the first has two engines, in their own threads. See test_direct_sync.
 
-They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
-what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one. Then
-weights of another directory are sent, by what has changed.
-"""
+The ranks publish the same weights through files, then directly in both ways, under every layout, and rank 0 records what the
+engines then hold. Engines are reset between two publishes. One engine's last publish is corrupted. Finally, weights of another
+directory are sent as changes only."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ KINDS: tuple[Literal["nccl", "ipc"], ...] = ("nccl", "ipc")
 
 
 def spoil(weights: dict[str, torch.Tensor], names: list[str]) -> None:
-    """Change one bit of each of these fused tensors, once."""
+    """Flip one bit of each of these fused tensors, once."""
     while names:
         weights[names.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
@@ -48,7 +47,7 @@ def checksums(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class Halves:
-    """Two tensor-parallel shards without an engine around them: zeros of the shapes that their plans name."""
+    """Two tensor-parallel shards without an engine: zeros of the shapes in their plans."""
 
     def __init__(self, num_kv_heads: int, spreads_experts: bool) -> None:
         shards = [EngineShard.of(part, 2, num_kv_heads, spreads_experts=spreads_experts) for part in range(2)]
@@ -64,7 +63,7 @@ class Halves:
         return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Both receive at once, as two processes would."""
+        """Both receive at the same time, as two processes would."""
         plans = [decode(ReceivePlan, each) for each in update.receive_plans]
         layouts = [shard_layout(plan.shapes, plan.shard) for plan in plans]
         self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
@@ -75,7 +74,7 @@ class Halves:
 
 
 class SpoilingEngine(LocalEngine):
-    """Changes one bit of what `spoils` names, once it is there."""
+    """Flips one bit of the tensor `spoils`, once it has arrived."""
 
     def __init__(self, model: str, dtype: str) -> None:
         super().__init__(EngineSpec("local", model, dtype, 128))
@@ -110,7 +109,7 @@ class AtOnce(LocalReplicas):
 
 
 class Publishing:
-    """Publishes of a learner to engines, which rank 0 has. dtype: of the engines."""
+    """Publishes a learner's weights to engines on rank 0. dtype: of the engines."""
 
     def __init__(self, learner: Learner, dtype: str) -> None:
         self.learner = learner
@@ -118,7 +117,7 @@ class Publishing:
         self.engines: list[Any] = []
 
     def new(self, kind: Callable[..., Any], *words: Any) -> CheckedEngines | None:
-        """Two engines of this kind in the place of those before; on rank 0."""
+        """Replace the engines by two new ones of this kind, on rank 0."""
         if dist.get_rank() > 0:
             return None
         self.engines = [kind(*words) for _ in range(2)]
@@ -131,7 +130,7 @@ class Publishing:
         return [engine.held() for engine in self.engines]
 
     def spoiled(self, sync: WeightSync, version: int, name: str) -> str:
-        """What is said when a bit of this tensor changes in the second engine; on rank 0."""
+        """Return the error when a bit of this tensor changes in the second engine, on rank 0."""
         for engine in self.engines[1:]:
             engine.spoils.append(name)
         try:
@@ -141,13 +140,13 @@ class Publishing:
         return ""
 
     def whole(self, model: str, dtype: str) -> dict[str, Any]:
-        """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
+        """Return the engines' weights after a publish through files, and directly by nccl and ipc, on rank 0."""
         found: dict[str, Any] = {}
         checked = self.new(SpoilingEngine, model, dtype)
         syncs: dict[str, WeightSync] = {"shm": FileSync(checked, self.dtype)}
         syncs |= {kind: self.direct(checked, kind) for kind in KINDS}
         for kind, sync in syncs.items():
-            for version in [1] if kind == "shm" else [1, 2]:  # the second over the same connection
+            for version in [1] if kind == "shm" else [1, 2]:  # the second uses the same connection
                 for engine in self.engines:
                     engine.forget()
                 report = sync.publish(self.learner, version)
@@ -163,7 +162,9 @@ class Publishing:
         return found
 
     def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
-        """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
+        """Return the engines' weights after only changes were sent, after one engine lost its numbers, and after files, on rank
+        0.
+        """
         checked = self.new(SpoilingEngine, model, dtype)
         by_change = self.direct(checked, "nccl", sends_deltas=True)
         files = FileSync(checked, self.dtype)
@@ -180,11 +181,12 @@ class Publishing:
         return found
 
     def halves(self, folder: Path) -> dict[str, str]:
-        """To engines of two shards each: what those of the second hold, in folder/KIND_EXPERTS.pt, for both kinds of a sync
-        and experts cut and spread; and what is said, by the same names, when a number of its second shard changes."""
+        """Publish to engines of two shards each. Save the second engine's tensors to folder/KIND_EXPERTS.pt, for both kinds of
+        sync and experts split and spread; return the errors, by the same names, when a number of its second shard changes.
+        """
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):
-            # they score nothing: no version is compared
+            # They score nothing, so no version is compared.
             sync = self.direct(self.new(Halves, 2, experts == "spread"), kind, verify_every=100)
             sync.publish(self.learner, 1)
             name = f"{kind}_{experts}"
@@ -196,7 +198,7 @@ class Publishing:
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """Findings of Publishing in each case, on rank 0; with engines in halves too, in the case that says so."""
+    """Return the findings of Publishing in each case, on rank 0; also with engines in halves, in the case that asks for it."""
     found: dict[str, Any] = {}
     for name, (model, layout, dtype, engine_dtype) in cases.items():
         publishing = Publishing(learner(model, layout=layout, dtype=dtype), engine_dtype)

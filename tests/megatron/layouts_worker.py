@@ -1,8 +1,8 @@
-"""A job of two gloo ranks: the same two steps under every layout, a checkpoint, a third step; two steps of two updates each.
+"""A job of two gloo ranks: under every layout the same two steps, a checkpoint, and a third step; also two steps of two updates
+each.
 
-Then every checkpoint is resumed under the layouts named for it; and two adapters on one base train together, are saved and
-resumed. See test_layouts.
-"""
+Then every checkpoint is resumed under the layouts named for it. Two adapters on one base also train together, are saved and
+resumed. See test_layouts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
-    """Four on one data-parallel rank, or one of twice the size on each of two; no length is a multiple of what ranks need."""
+    """Return four batches on one data-parallel rank, or on each of two ranks one of twice the size. No length is a multiple of
+    what ranks need.
+    """
     samples = tiny.sequences(SAMPLES, seed=1)
     sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
     ranks_of_data = dist.get_world_size() // sharers
@@ -57,10 +59,9 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
 
 
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
-    """Loss and gradient norm of one more step, and of the step after it: what the optimizer's state makes of it.
+    """Return loss and gradient norm of one more step, and of the step after it, which depends on the optimizer's state.
 
-    checkpoint: of a learner that was saved after its second step, under this layout or another; it is loaded first.
-    """
+    checkpoint: of a learner that was saved after its second step under this or another layout; loaded first."""
     if checkpoint:
         policy.load(checkpoint)
     found = []
@@ -71,7 +72,9 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
-    """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
+    """Train two steps on this world's ranks, and return statistics, scores, their noise, weights before and after, and a
+    checkpoint.
+    """
     read, read_file = list[int](), HfReader._read
 
     def counted(self: HfReader, name: str, index: tuple[slice, ...]) -> torch.Tensor:
@@ -116,7 +119,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """With random experts, and of every other token what its sampler kept."""
+    """Return the samples with random experts, and with kept tokens for every other one."""
 
     def kept(s: TrainSequence) -> KeptTokens:
         ids = [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
@@ -131,11 +134,11 @@ Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
 def updates(
     model: str, reference: str, layout: dict[str, int], router_replay: str
 ) -> tuple[list[list[float]], Tokens, list[str]]:
-    """Statistics of two steps on batches that rank 0 has scattered; the tokens of three samples in the first, from all ranks.
+    """Return statistics of two steps on batches scattered by rank 0, and the first step's tokens of three samples, from all
+    ranks.
 
-    And what each rank says of a batch that cannot be packed. Two ranks of one replica, or one of each: the last update is of one
-    sample, and one data rank's share of it empty.
-    """
+    Also each rank's error for a batch that cannot be packed. Two ranks of one replica, or one of each: the last update has one
+    sample, so one data rank's share is empty."""
     policy = tiny.learner(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
@@ -183,7 +186,7 @@ def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> di
 
 
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
-    """Losses and gradient norms. The references are refreshed after the first step."""
+    """Return losses and gradient norms. The references are refreshed after the first step."""
     (group,) = groups(learners, POLICIES)
     found = []
     for number in steps:
@@ -198,7 +201,7 @@ def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
 
 
 def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, folder: Path) -> dict[str, Any]:
-    """Two steps of both, their checkpoints, and a third step."""
+    """Train two steps of both, save checkpoints, and train a third step."""
     learners = adapted(model, kind, layout, recompute)
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
     found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
@@ -211,7 +214,7 @@ def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, 
 
 
 def resume_adapters(model: str, kind: str, layout: dict[str, int], folder: Path) -> list[float]:
-    """The third step of adapters that were saved after their second one, under this layout or another."""
+    """Return the third step of adapters that were saved after their second one, under this or another layout."""
     learners = adapted(model, kind, layout, "none")
     for name, policy in learners.items():
         policy.load(folder / name)
@@ -227,7 +230,7 @@ def job(
     adapters: dict[str, dict[str, list[Any]]],
     resumed_adapters: dict[str, list[tuple[str, str]]],
 ) -> None:
-    """Into the file `out`, by rank 0.
+    """Write the results to the file `out`, on rank 0.
 
     resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}; so are resumed_adapters. updated: {layout:
     router_replay of updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout,

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models, batches and learners for the tests of the Megatron side; no megatron imports."""
+"""Tiny Hugging Face models, batches and learners for tests of the Megatron side. Imports no megatron."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from marsrl.trainer.data.scatter import MiniBatch, Update
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.step_stats import StepStats
 
-VOCAB = 61  # odd: tensor parallelism pads it
+VOCAB = 61  # odd, so tensor parallelism pads it
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 OF_LEARNER = ("old_policy", "router_replay", "reference_dir", "reward_kl_coef", "base")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def own_groups() -> Iterator[None]:
-    """The process groups of one test do not reach into the next: of every test whose conftest.py has this name."""
+    """Give each test its own process groups, if its conftest.py defines this name."""
     torch.set_num_threads(1)
     yield
     from marsrl.trainer.learner.megatron import parallel
@@ -55,9 +55,10 @@ def own_groups() -> Iterator[None]:
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **changes: object) -> Path:
-    """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (every bias, scaled rotary
-    frequencies of which one stays, two are between and five are stretched, tied), mistral (untied, sizes of heads not given)."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which ranks that read batches do not spend
+    """Write a random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied, scaled
+    rotary frequencies: one unchanged, two in between, five stretched), mistral (untied, head sizes not given).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks that only read batches save
 
     torch.manual_seed(seed)
     shape = {
@@ -76,13 +77,13 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = 
 
 
 def random_adapter(shape: ModelShape, adapter: AdapterConfig, seed: int = 0) -> dict[str, Tensor]:
-    """A and B, both normal."""
+    """Return A and B, both normal."""
     generator = torch.Generator().manual_seed(seed)
     return {n: 0.1 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
 
 
 def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 0) -> Path:
-    """A new PEFT directory of random_adapter."""
+    """Write a new PEFT directory of random_adapter."""
     shape = read_shape(model)
     folder.mkdir(parents=True)
     write_adapter(folder, shape, adapter, random_adapter(shape, adapter, seed), str(model))
@@ -90,10 +91,9 @@ def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 
 
 
 def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
-    """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive.
+    """Return random samples with an advantage, some tool tokens, a rollout's log-probs, and every third one positive.
 
-    multiple: of which every length is one, so that no rank pads (replayed experts of padding are counted).
-    """
+    multiple: every length is a multiple of it, so that no rank pads (replayed experts of padding are counted)."""
     rng = np.random.default_rng(seed)
     out = []
     for i in range(num):
@@ -118,7 +118,7 @@ def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1
 
 
 def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Every token but the last of each sample forced to two random ones of four experts in both layers."""
+    """Return the samples with every token but the last forced to two random experts of four in both layers."""
     rng = np.random.default_rng(3)
     chosen = [rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for s in samples]
     return [replace(s, routed_experts=experts) for s, experts in zip(samples, chosen, strict=True)]
@@ -129,7 +129,7 @@ def micro_batches(samples: list[TrainSequence], cuts: int, *, align: int = 1) ->
 
 
 def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
-    """All of them as one update, each a group of its own."""
+    """Return them as one update, each in its own group."""
     groups = []
     for s in samples:
         nothing = (s.rollout_logprobs, (), Finish.STOP)
@@ -151,7 +151,7 @@ def learner(
     mpt: MptConfig | None = None,
     **settings: Any,
 ) -> Learner:
-    """A learner of two agents. settings: old_policy, router_replay, reference_dir; the rest is of its PolicyConfig."""
+    """Build a learner of two agents. settings: old_policy, router_replay, reference_dir; the rest is its PolicyConfig's."""
     own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
     policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
     objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
@@ -163,7 +163,7 @@ def learner(
 def on_one_base(
     folder: str | Path, adapters: Mapping[str, Any], optimizers: Mapping[str, Any], **settings: Any
 ) -> dict[str, Learner]:
-    """Policies with these adapters on one base."""
+    """Build policies with these adapters on one base."""
     learners: dict[str, Learner] = {}
     for name, adapter in adapters.items():
         base = next((each.base for each in learners.values()), None)
@@ -172,7 +172,7 @@ def on_one_base(
 
 
 def step(policy: Learner, batches: Sequence[PackedBatch], normaliser: float | None = None, **options: Any) -> StepStats:
-    """A step of one update. normaliser: the trained tokens, unless it is said."""
+    """Take a step of one update. normaliser: default: the trained tokens."""
     tokens = float(sum(len(batch.trained_rows) for batch in batches)) if normaliser is None else normaliser
     return policy.train_step([Update(tuple(batches), tokens)], **options)
 
@@ -185,7 +185,7 @@ def save(policy: Learner, folder: Path) -> None:
 
 
 def weights(policy: Learner) -> dict[str, Tensor]:
-    """On rank 0 all weights by their Hugging Face names, as copies."""
+    """Return all weights by Hugging Face name, as copies, on rank 0."""
     return dict(policy.held().export())
 
 
@@ -199,7 +199,7 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def scoring_model(folder: Path, adapter: Path | None = None) -> Any:
-    """transformers' float32 model of the directory, with PEFT's adapter of another where that is given: who judges log-probs."""
+    """Return transformers' float32 model of the directory, with PEFT's adapter if given: the reference for log-probs."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -211,7 +211,7 @@ def scoring_model(folder: Path, adapter: Path | None = None) -> Any:
 
 
 def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
-    """(log-probs [N], entropy [N]) of the sampled tokens, by transformers on the one sequence."""
+    """Return (log-probs [N], entropy [N]) of the sampled tokens, by transformers on one sequence."""
     ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
     logits = model(ids[None]).logits[0].float() / sample.temperature
     rows = torch.arange(len(sample.prompt_ids) - 1, len(ids) - 1)[torch.from_numpy(sample.is_sampled)]
@@ -221,7 +221,7 @@ def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Plain:
-    """What plain PyTorch makes of a step: weights after it; of its updates the losses and gradient norms; sums over tokens."""
+    """Results of a step in plain PyTorch: weights after it, losses and gradient norms of its updates, and sums over tokens."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -240,7 +240,7 @@ def plain_step(
     average: Average | None = None,
     reference: Path | None = None,
 ) -> Plain:
-    """The step of transformers' model by the definitions, one sequence at a time. objectives: of each agent."""
+    """Take the step with transformers' model by the definitions, one sequence at a time. objectives: of each agent."""
     model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():

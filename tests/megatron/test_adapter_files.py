@@ -1,5 +1,6 @@
-"""PEFT directories that training can start from: all of one is used, or it is refused by the name of what would be left out.
-PEFT writes them; files that it does not write are written here."""
+"""PEFT directories that training can start from: everything in one is used, or it is refused by the name of what would be left
+out. PEFT writes them, except for files that it cannot write.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ K = "base_model.model.model.layers.0.self_attn.k_proj.lora_"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With biases of q, k and v, and fewer key heads than query heads."""
+    """A model with biases of q, k and v, and fewer key heads than query heads."""
     return tiny.save_model("qwen2", tmp_path_factory.mktemp("models") / "qwen2")
 
 
 def made_by_peft(model: Path, folder: Path, **settings: Any) -> Any:
-    """The PEFT model whose directory this writes, with random A and B. Settings like "KasaConfig" name a class of PEFT."""
-    import peft  # 3 s, which processes that only collect these tests do not spend
+    """Return the PEFT model whose directory this writes, with random A and B. Settings like "KasaConfig" name a class of PEFT."""
+    import peft  # 3 s, which processes that only collect these tests save
     from peft.tuners.lora import config
 
     torch.manual_seed(1)
@@ -58,7 +59,7 @@ def made_by_peft(model: Path, folder: Path, **settings: Any) -> Any:
 
 
 def changed(folder: Path, **settings: Any) -> Path:
-    """The directory, with these keys of adapter_config.json."""
+    """Return the directory, with these keys of adapter_config.json."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return folder
@@ -76,7 +77,7 @@ def test_initialisations_that_keep_the_base_are_started(init: bool | str, model:
             peft.LoraConfig(r=2, lora_alpha=4, target_modules=LINEAR, task_type="CAUSAL_LM", init_lora_weights="pissa"),
         ).eval()
         settings = judge.peft_config["default"]
-        settings.init_lora_weights = True  # as PEFT's guide saves the initial adapter for the conversion
+        settings.init_lora_weights = True  # PEFT's guide saves the initial adapter in this way for the conversion
         judge.save_pretrained(tmp_path / "first")
         settings.init_lora_weights = "pissa"
         with torch.no_grad():
@@ -163,7 +164,7 @@ def test_settings_that_change_no_value_are_started(settings: dict[str, Any], mod
 
 
 def test_every_setting_of_peft_is_known_or_refused(model: Path, tmp_path: Path) -> None:
-    """A version of PEFT with a default that is not empty needs a decision."""
+    """A new version of PEFT with a non-empty default needs a decision."""
     import peft
 
     known = {*adapters._PLAIN, *adapters._BESIDE_TENSORS}
@@ -238,7 +239,7 @@ def test_a_directory_that_is_no_whole_lora_adapter_is_refused(model: Path, tmp_p
 
 
 def words_of(folder: Path) -> list[str]:
-    """Settings of a run on a new random model, folder/model."""
+    """Return settings of a run on a new random model, folder/model."""
     model = init_model("tiny", "bytes", folder / "model")
     (folder / "d.jsonl").write_text("".join(f'{{"question": "1+{n}?", "answer": "{1 + n}"}}\n' for n in range(20)))
     (folder / "demos.jsonl").write_text('{"agent": "solver", "prompt": "1", "completion": "2"}\n')
@@ -247,7 +248,7 @@ def words_of(folder: Path) -> list[str]:
 
 
 def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The dry run, evaluation, sft, the learner and both engines."""
+    """Checks the dry run, evaluation, sft, the learner and both engines."""
     words, model = words_of(tmp_path), tmp_path / "model"
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}
@@ -270,7 +271,7 @@ def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_an_export_of_fused_experts_leaves_nothing_out(tmp_path: Path) -> None:
-    """PEFT's all-linear adapts the router too; by default it gives gate and up twice the rank of down."""
+    """PEFT's all-linear also adapts the router; by default it gives gate and up twice the rank of down."""
     model = tiny.save_model("qwen3_moe", tmp_path / "model")
     made_by_peft(model, tmp_path / "all", target_modules="all-linear")
     with pytest.raises(ValueError, match=r"mlp.gate.lora_A.weight \(2\)"):
@@ -302,7 +303,7 @@ def test_a_plain_adapter_is_exported_as_it_is(model: Path, tmp_path: Path) -> No
 
 
 def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
-    """transformers loads the adapter, and its base, from such a directory."""
+    """From such a directory, transformers loads the adapter and its base."""
     model = tiny.save_model("qwen2", tmp_path / "model")
     made_by_peft(model, tmp_path / "a")
     for folder in (tmp_path / "a", model):
@@ -314,7 +315,7 @@ def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> N
 
 
 def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path) -> None:
-    """transformers decodes with the head of the file; the trainer would train the embedding. A reference is looked at too."""
+    """transformers decodes with the file's head, but the trainer would train the embedding. References are checked too."""
     words = words_of(tmp_path)
     tied, file = tmp_path / "tied", tmp_path / "tied/model.safetensors"
     shutil.copytree(tmp_path / "model", tied)

@@ -1,5 +1,6 @@
-"""Adapters on a frozen base, on one rank: against transformers' model with W + s B A in place of W, checkpoints, exports; and
-adapters of one base in shared micro-batches, of which each steps as in micro-batches of its own."""
+"""Adapters on a frozen base, on one rank, compared with transformers' model with W + s B A in place of W: training, checkpoints,
+exports. Adapters of one base in shared micro-batches step as they do in separate ones.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
 
 
 def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None = None) -> Tensor:
-    """Of the sampled tokens, by transformers, and PEFT where there is an adapter."""
+    """Return log-probs of the sampled tokens, by transformers, and PEFT if there is an adapter."""
     judge = tiny.scoring_model(model, adapter)
     with torch.no_grad():
         return torch.cat([tiny.hf_logprobs(judge, sample)[0] for sample in samples])
@@ -88,7 +89,7 @@ def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
-    """PEFT the adapter, transformers the model that it is merged into."""
+    """PEFT scores the adapter, transformers the merged model."""
     model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
     trained(policy)
@@ -164,7 +165,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 
 
 def test_an_adapter_shared_by_experts_can_start_once_split(tmp_path: Path) -> None:
-    """PEFT with transformers 5 writes such ones."""
+    """PEFT with transformers 5 writes such adapters."""
     import peft
 
     model, kind = tiny.save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
@@ -204,7 +205,7 @@ LR = {"a": 1e-2, "b": 3e-3}
 
 
 def two(model: Path, kind: str, **settings: Any) -> dict[str, Learner]:
-    """The policies on one base; their clipping bites."""
+    """Build the policies on one base; their gradients are clipped."""
     optimizers = {name: {"lr": lr, "grad_clip": 0.05} for name, lr in LR.items()}
     return tiny.on_one_base(
         model, PAIRS[kind], optimizers, objective=[PolicyObjective(kl="k3", kl_coef=0.1)] * 3, **settings
@@ -212,7 +213,7 @@ def two(model: Path, kind: str, **settings: Any) -> dict[str, Learner]:
 
 
 def batch(number: int) -> dict[str, list[TrainSequence]]:
-    """Samples of each policy; the second step has none of `b`."""
+    """Return samples of each policy; the second step has none of `b`."""
     samples = tiny.sequences(9, seed=number, num_agents=3)
     found = {name: [s for s in samples if POLICIES[s.agent] == name] for name in LR}
     return found if number != 1 else {**found, "b": []}
@@ -225,7 +226,7 @@ def update_of(samples: list[TrainSequence]) -> tuple[MiniBatch, ...]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute: str, tmp_path: Path) -> None:
-    """Those of adapters of experts are not shared."""
+    """Adapters of experts do not share micro-batches."""
     model = tiny.save_model(kind, tmp_path / "model")
     shared, apart = two(model, kind, recompute=recompute), two(model, kind, recompute=recompute)
     uids = {s.uid for own in batch(0).values() for s in own}
@@ -236,7 +237,7 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
         num_policies = max(len({POLICIES[agent] for agent in each.agents}) for each in update.micro_batches)
         assert num_policies == (2 if kind == "qwen3" and number != 1 else 1)
         found = group.train_step([update], by_agent=True, keep=uids)
-        # a policy without a sample is not moved by its momentum
+        # A policy without samples is not moved by its momentum.
         assert (tiny.largest_difference(tiny.weights(shared["b"]), before) == 0) == (number == 1)
         for name, policy in apart.items():
             updates = scatter(update_of(batch(number)[name]), policy.shard(64))

@@ -1,4 +1,6 @@
-"""The router's balancing loss is that of the whole update: plain float64 PyTorch has its gradient, whatever the cut."""
+"""The router's balancing loss is that of the whole update: its gradient equals plain float64 PyTorch's, however the update is
+split.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,16 @@ ROUTERS = {f"decoder.layers.{i}.mlp.router.weight": f"model.layers.{i}.mlp.gate.
 NAMES = {
     **ROUTERS,
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-}  # what lies below has a gradient, too
+}  # layers below have a gradient, too
 
 
 def samples_of_equal_worth() -> list[TrainSequence]:
-    """Samples without an advantage: all of the gradient is the balancing loss's."""
+    """Return samples without an advantage, so that the whole gradient comes from the balancing loss."""
     return [replace(s, advantage=0.0) for s in tiny.sequences(SAMPLES)]
 
 
 def plain(folder: Path, samples: list[TrainSequence]) -> tuple[dict[str, Tensor], list[float]]:
-    """By the definition, in float64: gradients by name; [the loss without its coefficient, largest load, smallest load]."""
+    """Compute by definition in float64: gradients by name; [the loss without its coefficient, largest load, smallest load]."""
     model, inputs = tiny.scoring_model(folder).double(), dict[Any, list[Tensor]]()
     model.set_experts_implementation("eager")  # the grouped one has no float64
     for layer in model.model.layers:
@@ -57,7 +59,7 @@ def plain(folder: Path, samples: list[TrainSequence]) -> tuple[dict[str, Tensor]
 
 
 def error(policy: Learner, expected: dict[str, Tensor]) -> float:
-    """Largest relative error of a gradient, by its norm."""
+    """Return the largest error of a gradient, relative to its norm."""
     ours = tiny.gradients(policy)
     found = {n: ours[n][: expected[hf].shape[0]].double() for n, hf in NAMES.items()}
     return max(float((found[n] - expected[hf]).norm() / expected[hf].norm()) for n, hf in NAMES.items())

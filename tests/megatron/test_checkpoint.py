@@ -1,7 +1,6 @@
-"""Checkpoints with real weights: whole or refused by the name of the damaged file; a full disk leaves the last one alone.
+"""Checkpoints with real weights: loaded completely or refused by the damaged file's name; a full disk leaves the last one intact.
 
-Which one is resumed, kept or removed: tests/trainer/test_checkpoint.py.
-"""
+Which checkpoint is resumed, kept or removed: tests/trainer/test_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ Trained = tuple[RunDirectory, Learner, list[float]]
 
 @pytest.fixture
 def trained(model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path) -> Trained:
-    """A copy of that run; a learner that is elsewhere, after step 3; the losses of steps 1 to 4."""
+    """A copy of that run; a learner with other weights, after step 3; the losses of steps 1 to 4."""
     (run, losses), policy = made, learner(model)
     for _ in range(3):
         stepped(policy)
@@ -112,7 +111,7 @@ def test_damaged_files_are_named_and_the_previous_save_offered(
     monkeypatch.setattr(torch, "load", careful)  # nothing is unpickled from disk
     monkeypatch.setattr(pickle, "load", lambda *_: pytest.fail("a pickle is read"))
     assert load(run, policy) == Restored(2, {"main": 2}, state_after(2))
-    assert [stepped(policy), stepped(policy)] == losses[2:]  # bit for bit
+    assert [stepped(policy), stepped(policy)] == losses[2:]  # bitwise
 
 
 def test_an_asynchronous_save_holds_the_weights_of_its_step(
@@ -130,7 +129,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     stepped(policy)
     save(saves, 1, policy)
     then = weights(policy)
-    expected = [stepped(policy), stepped(policy)]  # while the first is not written
+    expected = [stepped(policy), stepped(policy)]  # before the first is written
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and not run.checkpoint(1).exists()
     may_write.set()
@@ -153,7 +152,7 @@ def test_failed_writes_are_reported_and_keep_the_last_checkpoint(trained: Traine
 
     def attempt() -> None:
         save(saves, 3, policy)
-        saves.finish()  # where an asynchronous save fails
+        saves.finish()  # an asynchronous save fails here
 
     for limit in (10, 2000, 100_000):  # rank 0's own files; the policy's small ones; in the middle of the tensors
         with files_up_to(limit), pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:

@@ -1,4 +1,4 @@
-"""A Hugging Face directory that cannot be used is refused by name; that its tensors come back: test_export.py."""
+"""An unusable Hugging Face directory is refused by name. Round trips of its tensors: test_export.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_config_json_may_not_say(kind: str, changes: dict[str, object], say
 def test_a_mistral_is_used_within_its_sliding_window(
     written: dict[str, object], positions: int, tmp_path: Path
 ) -> None:
-    """Which is 4096 where config.json does not say."""
+    """The default is 4096 if config.json does not say."""
     folder = edited(save_model("mistral", tmp_path / "m"), max_position_embeddings=8192)
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]
@@ -100,7 +100,7 @@ def test_shards_are_read_as_one_and_an_empty_directory_refused(tmp_path: Path) -
 
 
 def test_a_check_before_the_run_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the files of a 30B model were read whole, on every host, before anything starts."""
+    """Otherwise every host would read all files of a 30B model before anything starts."""
     folder = save_model("qwen3_moe", tmp_path / "m")
     monkeypatch.setattr(WeightFiles, "__getitem__", lambda files, name: pytest.fail(f"{name} is read"))
     HfReader(folder).check(read_shape(folder), is_trained=True)

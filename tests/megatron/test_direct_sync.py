@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.weights.layout import EngineShard, fuse
 
-STRIDE = 40  # of every tensor each 40th number changes
+STRIDE = 40  # every 40th number of each tensor changes
 CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
     "tp2_ep2_halves": ("qwen3_moe", {"tensor": 2, "expert": 2}, "float32", "float32"),
     "ep2_bfloat16": ("qwen3_moe", {"expert": 2}, "float32", "bfloat16"),
@@ -27,9 +27,9 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
-    """Everything that direct_worker did: the folder of what halves held, and what it found in each case."""
+    """The results of direct_worker: the folder of what halves held, and its findings in each case."""
     folder = tmp_path_factory.mktemp("direct")
-    # 160: a rank's half of such a matrix is more than a bucket in bfloat16 too
+    # 160: a rank's half of such a matrix is larger than a bucket in bfloat16 too.
     changes = {"qwen2": {"intermediate_size": 160}}
     kinds = {case[0] for case in CASES.values()}
     models = {kind: str(save_model(kind, folder / kind, **changes.get(kind, {}))) for kind in kinds}
@@ -46,7 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple
 
 @pytest.fixture(params=CASES)
 def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
-    """{shm, nccl, ipc: what both engines held}."""
+    """Return {shm, nccl, ipc: what both engines held}."""
     report: dict[str, Any] = done[1][request.param]
     return report
 
@@ -66,7 +66,7 @@ def test_delta_sync_equals_file_sync_and_resends_after_a_loss(
 ) -> None:
     (first, whole, _), (changes, num_bytes, share) = found["changes"]["first"], found["changes"]["changes"]
     assert changes == found["changes"]["files"][0] and changes[0] == changes[1] != first[0]
-    assert 1 / STRIDE <= share < 1.2 / STRIDE  # of each tensor the first number, too
+    assert 1 / STRIDE <= share < 1.2 / STRIDE  # and the first number of each tensor
     assert 1.5 / STRIDE < num_bytes / whole < 3 / STRIDE  # a changed number takes 1.5 (float32) or 2 times its size
     assert found["changes"]["after a loss"] == [changes, whole, None]
 

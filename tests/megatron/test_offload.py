@@ -1,7 +1,6 @@
-"""What leaves GPU memory for the host changes no result: the optimizer's state (offload), inputs of layers (full_offload).
+"""Offloading to host memory changes no result: the optimizer's state (offload), inputs of layers (full_offload).
 
-This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer believe that it has one.
-"""
+This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer behave as if it had one."""
 
 from __future__ import annotations
 
@@ -23,10 +22,9 @@ GRAD_CLIP = 0.01
 
 
 class TwoMemories(TorchFunctionMode):
-    """Inside, Megatron's offloading code sees every tensor on a GPU, except copies made by .cpu() and copies of those.
+    """Inside the block, Megatron's offloading code sees every tensor on a GPU, except copies made by .cpu() and copies of those.
 
-    A host tensor has the attribute `in_host_memory`. Nothing moves; is_cuda answers differently to that code alone.
-    """
+    A host tensor has the attribute `in_host_memory`. Nothing moves; only that code gets another answer from is_cuda."""
 
     COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)
 
@@ -36,14 +34,14 @@ class TwoMemories(TorchFunctionMode):
             return asks_offloading and not hasattr(args[0], "in_host_memory")
         out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))  # pinning needs a driver
         if func is Tensor.cpu and out is args[0]:
-            out = out.clone()  # .cpu() of a CPU tensor is the tensor itself: the "GPU's" must stay one
+            out = out.clone()  # .cpu() of a CPU tensor returns the tensor itself, but the "GPU's" must stay one
         if func is Tensor.cpu or (func in self.COPIES and hasattr(args[0], "in_host_memory")):
             out.in_host_memory = True
         return out
 
 
 def offload_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New learners offload their optimizer's state. Set behind their own check, which refuses offload without a GPU."""
+    """Make new learners offload their optimizer's state. Set after their own check, which refuses offload without a GPU."""
     from marsrl.trainer.learner.megatron import optimizer
 
     options, offloading = optimizer.optimizer_options, {"offload": True}
@@ -58,12 +56,12 @@ def new_learner(folder: Path) -> Learner:
 
 
 def steps(learner: Learner, count: int) -> list[float]:
-    """The gradient norms of so many steps, all on the same samples."""
+    """Return the gradient norms of this many steps on the same samples."""
     return [tiny.step(learner, tiny.micro_batches(tiny.sequences(6), 2)).grad_norm for _ in range(count)]
 
 
 def norm_of_first_moments(learner: Learner) -> float:
-    """Clipping scales the moments; AdamW's step, which divides by their size, hides it."""
+    """Clipping scales the moments; AdamW's step divides by their size, which hides it."""
     states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())
 
@@ -85,7 +83,7 @@ def test_an_offloaded_optimizer_steps_as_one_on_the_gpu(tmp_path: Path, monkeypa
         assert not any(each.gpu_optimizer for each in hybrids)  # no state is left on the GPU
         held = [tensor for each in hybrids for group in each.cpu_param_groups for tensor in group["params"]]
         assert all(each.dtype == torch.float32 and each.in_host_memory for each in held)
-        assert steps(offloaded, 3)[:2] == pytest.approx(norms[:2], rel=1e-3)  # rounding grows with every step
+        assert steps(offloaded, 3)[:2] == pytest.approx(norms[:2], rel=1e-3)  # rounding errors grow with every step
         assert norm_of_first_moments(offloaded) == pytest.approx(norm_of_first_moments(on_gpu), rel=1e-2)
         torch.testing.assert_close(tiny.weights(offloaded), tiny.weights(on_gpu), atol=1e-3, rtol=1e-2)
 
@@ -127,7 +125,7 @@ def test_layers_recomputed_from_host_inputs_give_equal_gradients(
 
     expected = gradients()
 
-    # full_offload for the model alone: the learner's own check refuses it without a GPU
+    # full_offload only in the model: the learner's own check refuses it without a GPU.
     build_model, to_host, moved = model.build_model, model.to_host, list[Tensor]()
     offloading = {"recompute": "full_offload"}
     monkeypatch.setattr(
@@ -137,6 +135,6 @@ def test_layers_recomputed_from_host_inputs_give_equal_gradients(
     found = gradients()
 
     assert expected and all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
-    # one tensor a layer and micro-batch: the hidden states [tokens, 1, hidden size], not the rotary angles
+    # One tensor per layer and micro-batch: the hidden states [tokens, 1, hidden size], not the rotary angles.
     assert [each.shape[0] for each in moved] == [batch.num_tokens for batch in batches for _ in range(num_layers)]
     assert {each.shape[1:] for each in moved} == {moved[0].shape[1:]} and moved[0].dim() == 3

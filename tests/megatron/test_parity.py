@@ -1,4 +1,4 @@
-"""Programs that train in processes of their own: `make parity` on a few of its layouts, and one that has imported vLLM."""
+"""Programs that train in their own processes: `make parity` on a few of its layouts, and one that has imported vLLM."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def test_a_mixture_of_experts_trains_where_vllm_was_imported(tmp_path: Path) -> 
     done = subprocess.run(words, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split("gradient norm")[1]) > 0
-    assert "CPU RNG state changed" not in done.stderr  # of the one generator that there is; a user could not act on it
+    assert "CPU RNG state changed" not in done.stderr  # there is only one generator, and a user could not act on it

@@ -1,4 +1,4 @@
-"""Replayed experts: one's own change no bit, others give the gradient that transformers' model has with them."""
+"""Replaying the trainer's own experts changes nothing, bitwise; other experts give transformers' gradient with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Judge:
     def __init__(self, folder: Path) -> None:
         self.model = tiny.scoring_model(folder)
         self.experts: np.ndarray | None = None
-        self.seen: list[Tensor] = []  # own choice of every layer, in order
+        self.seen: list[Tensor] = []  # choice of every layer, in order
         for index, layer in enumerate(self.model.model.layers):
             layer.mlp.gate.register_forward_hook(partial(self.routed, index))
 
@@ -44,7 +44,7 @@ class Judge:
         return logits, scores, chosen
 
     def gradient(self, samples: list[TrainSequence]) -> tuple[float, dict[str, Tensor]]:
-        """(loss, {name: gradient}) of the on-policy gradient step, experts forced where a sample has them."""
+        """Return (loss, {name: gradient}) of the on-policy gradient step, with experts forced for samples that have them."""
         total = torch.zeros(())
         for s in samples:
             self.experts = s.routed_experts
@@ -58,7 +58,7 @@ class Judge:
 
 
 def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
-    """Largest difference of the gradients of routers, experts, norms, embedding and head."""
+    """Return the largest difference of the gradients of routers, experts, norms, embedding and head."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
     of_layer = {
         "mlp.router.weight": "mlp.gate.weight",
@@ -71,7 +71,7 @@ def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
     ours, off = tiny.gradients(policy), []
     for name, hf in names.items():
         expected = theirs[hf]
-        rows = expected.shape[0]  # padded where they are tokens
+        rows = expected.shape[0]  # padded if they are tokens
         off.append((ours[name][:rows].reshape(expected.shape) - expected).abs().max())
     return float(max(off))
 
@@ -100,7 +100,7 @@ def test_forced_experts_give_the_gradient_of_transformers(normalises: bool, tmp_
     assert stats.replay.tokens == sum(s.num_tokens - 1 for s in samples) > differ > 0
     without = tiny.learner(folder, router_replay="none", optimizer=unclipped)
     tiny.step(without, tiny.micro_batches(samples, 2))
-    assert compared(without, gradient) > 1e-3  # the test would see experts that are not forced
+    assert compared(without, gradient) > 1e-3  # the test would detect experts that are not forced
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -127,7 +127,7 @@ def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(8)
     parts = [samples[:4], samples[4:]]
-    own = Judge(folder)  # what the start weights choose
+    own = Judge(folder)  # the start weights' choices
     recorded = []
     with torch.no_grad():
         for s in samples:
@@ -141,8 +141,8 @@ def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path:
         stats.append(policy.train_step([Update(tuple(tiny.micro_batches(p, 2)), tiny.num_trained(p)) for p in batches]))
         after.append(tiny.weights(policy))
     assert stats[0].replay is not None and stats[1].replay is not None
-    assert stats[0].replay.tokens_differ == stats[1].replay.tokens_differ > 0  # the first update moved some choices
-    # R2 and R3 agree but for each sample's last token, which R3 has no record of and which predicts nothing.
+    assert stats[0].replay.tokens_differ == stats[1].replay.tokens_differ > 0  # the first update changed some choices
+    # R2 and R3 agree except for each sample's last token, which R3 does not record and which predicts nothing.
     assert tiny.largest_difference(after[0], after[1]) < 1e-6
     assert tiny.largest_difference(after[0], after[2]) > 1e-3
 

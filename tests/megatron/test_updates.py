@@ -1,4 +1,4 @@
-"""Several optimizer updates a step, and the KL term: against plain PyTorch that does the same by hand."""
+"""Several optimizer updates a step, and the KL term, against plain PyTorch that computes the same by hand."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ ALIKE = PolicyObjective(clip_low=0.05, clip_high=0.05)
 
 
 def update(policy: Learner, samples: list[TrainSequence], average: Average | None = None) -> Update:
-    """In several micro-batches."""
+    """Return the update in several micro-batches."""
     found = tiny.averaged(samples, average or Average())
     return Update(tuple(split(found.sequences, policy.shard(64))), found.normaliser)
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
-    """AdamW's first steps are lr * sign(g): where g is at rounding, a weight may differ by that, as a key's bias, which has no
-    gradient; the rest agree."""
+    """Compare weights. AdamW's first steps are lr * sign(g): if g is a rounding error, like that of a key's bias, which has no
+    gradient, a weight may differ by that.
+    """
     assert tiny.largest_difference(found, expected) < 2.1 * steps * tiny.OPTIMIZER.lr
     names = [name for name in expected if not name.endswith("k_proj.bias")]
     assert max(float((found[n] - expected[n]).abs().median()) for n in names) < (2e-7 if steps == 1 else 1e-6)
@@ -56,7 +57,7 @@ KL = replace(ALIKE, kl_coef=0.3)
         ("qwen3", replace(KL, kl="k1"), {}, Average(), 1),
         ("qwen3", replace(KL, kl="k2"), {}, Average(), 1),
         ("qwen3_moe", replace(KL, kl="k3"), {}, Average(), 1),
-        ("qwen3_moe", ALIKE, {}, Average(), 3),  # they clip against the policy before the first
+        ("qwen3_moe", ALIKE, {}, Average(), 3),  # they clip relative to the policy before the first
         ("qwen3", [replace(ALIKE, clip_low=0.3), replace(ALIKE, clip_high=0.4)], {}, Average(), 3),  # of each agent
     ],
 )
@@ -89,7 +90,7 @@ def test_a_step_equals_plain_pytorch(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: Path) -> None:
-    """As GPUs clip and as CPUs do; the last update is not clipped."""
+    """Clipping as on GPUs and as on CPUs; the last update is not clipped."""
     folder, samples, found = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
     optimizer = tiny.OPTIMIZER.model_copy(update={"grad_clip": 0.1})
     for inside in (False, True):
@@ -99,7 +100,7 @@ def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: 
             policy.optimizer._clip = clip
             assert policy.train_step([update(policy, samples)]).grad_norm > 0.1
         found.append(tiny.weights(policy))
-    # A weight of bfloat16 may round to its neighbour.
+    # A bfloat16 weight may round to its neighbour.
     allowed = 1e-5 if dtype == "float32" else 2.0**-7
     assert tiny.largest_difference(*found) <= allowed
 
@@ -117,8 +118,9 @@ def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> Non
 
 
 def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> None:
-    """Of a token: its own log-ratio, of the weights that drew it to the reference, and those of the later ones, less the mean
-    over the agent's other samples."""
+    """A token's penalty is its own log-ratio of the sampling weights to the reference plus those of later tokens, minus the mean
+    over the agent's other samples.
+    """
     folder, reference = tiny.save_model("qwen3", tmp_path / "m"), tiny.save_model("qwen3", tmp_path / "r", seed=1)
     samples, of_samples = tiny.sequences(5), []
     assert any(not s.is_sampled.all() for s in samples)
@@ -145,7 +147,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> N
     assert found.loss == pytest.approx(by_hand.loss, rel=1e-5)
     assert found.grad_norm == pytest.approx(by_hand.grad_norm, rel=1e-5)
     assert without.grad_norm != pytest.approx(by_hand.grad_norm, rel=0.1)
-    assert sum(found.agent_sums["kl"]) > 0 == sum(by_hand.agent_sums["kl"])  # logged all the same
+    assert sum(found.agent_sums["kl"]) > 0 == sum(by_hand.agent_sums["kl"])  # still logged
 
 
 @pytest.mark.parametrize(("kl_in", "coefs"), [("loss", (0.2, 0.0)), ("reward", (0.0, 0.2))])

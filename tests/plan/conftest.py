@@ -1,3 +1,3 @@
-"""Helpers of this folder and the tiny models of tests/megatron are importable by name; groups do not outlive a test."""
+"""Make this folder's helpers and the tiny models of tests/megatron importable by name; process groups do not outlive a test."""
 
 from megatron_models import own_groups  # noqa: F401

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that are alive, as the allocator of a device would count them: the judge of the planner."""
+"""Bytes of live tensors, as a device's allocator would count them: the reference for the planner."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Run in the thread that calls them. gloo queues every other operation of c10d for a thread of its own.
+# Runs in the calling thread. gloo queues every other operation of c10d for its own thread.
 POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that an operation makes until it is freed; `peak` is the most alive at once.
+    """Counts every storage that an operation creates until it is freed; `peak` is the maximum alive at once.
 
-    Tensors that were there before are not counted: pass their bytes to whoever adds up. Collectives run on copies that are not
-    counted either: gloo's thread lets go of a collective's tensors some time after whoever waited for it goes on, so that the
-    peak would depend on how the two threads happen to run.
-    """
+    Tensors that existed before are not counted; add their bytes yourself. Collectives run on uncounted copies: gloo's thread
+    releases a collective's tensors some time after the waiting thread continues, so that the peak would depend on scheduling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 
 @torch.no_grad()
 def _on_copies(collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The collective, run to its end. Its first argument is what it writes, in every operation of c10d."""
+    """Run the collective to its end. Its first argument is its output, in every operation of c10d."""
     copies = tree_map_only(torch.Tensor, torch.clone, args)
     result = collective(*copies, **kwargs)
     work = result[-1] if isinstance(result, tuple) else result

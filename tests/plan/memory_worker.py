@@ -1,4 +1,4 @@
-"""Bytes that the real learner makes in one step, under one layout; also a job of two gloo ranks."""
+"""Bytes that the real learner allocates in one step, under one layout; also a job of two gloo ranks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 
 @contextmanager
 def device_head() -> Iterator[None]:
-    """The planner counts a device's head: it multiplies bfloat16, where a host converts pieces of some thousand columns,
-    and its buffer of logits comes and goes, where a host keeps it from call to call."""
+    """Count a device's head, as the planner does: it multiplies bfloat16, where a host converts pieces of a few thousand columns,
+    and frees its buffer of logits, which a host keeps between calls.
+    """
     with ExitStack() as changes:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
         for where in (chunked_head, tiles):
@@ -48,7 +49,7 @@ def device_head() -> Iterator[None]:
 
 @contextmanager
 def inputs_on_host() -> Iterator[None]:
-    """Layers' inputs are bytes that no tensor holds, as they would be in another memory than the device's."""
+    """Hide layers' inputs from the count, as if they were in another memory than the device's."""
     shim.install()
     from marsrl.trainer.learner.megatron import model
 
@@ -68,7 +69,7 @@ def inputs_on_host() -> Iterator[None]:
 
 @contextmanager
 def rows_of_experts() -> Iterator[list[int]]:
-    """Rows that the experts of this rank see in each call: a router that was never trained is not even."""
+    """Record the rows of this rank's experts in each call, because an untrained router is uneven."""
     shim.install()
     from marsrl.trainer.learner.megatron.experts import GroupedExperts
 
@@ -84,7 +85,7 @@ def rows_of_experts() -> Iterator[list[int]]:
 
 
 def model(kind: str, folder: Path, **changes: object) -> Path:
-    """A model whose every size is another number, so that no term of a formula stands in for another."""
+    """Return a model whose sizes all differ, so that no term of a formula can replace another."""
     sizes: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -100,7 +101,7 @@ def model(kind: str, folder: Path, **changes: object) -> Path:
 
 
 def sequences(num: int) -> list[TrainSequence]:
-    """Equal lengths: attention on a CPU pads, on a GPU it does not."""
+    """Return samples of equal length: attention pads on a CPU, but not on a GPU."""
     rng, num_sampled = np.random.default_rng(0), LENGTH - 4
     alike: dict[str, Any] = {
         "is_sampled": np.ones(num_sampled, bool),
@@ -122,11 +123,10 @@ def compare(
     router_replay: RouterReplay = "none",
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """{static, peak, working: [measured, planned]} of the rank that holds the most, in bytes. reference: of a KL term. adapter:
+    """Return {static, peak, working: [measured, planned]} of the rank with the most, in bytes. reference: of a KL term. adapter:
     trained in place of the model.
 
-    With router_replay every token of the sequences has a record, and none of these says which experts: routing is the same.
-    """
+    With router_replay every token has a record, but none names experts, so the routing is the same."""
     on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()
@@ -184,7 +184,7 @@ def compare(
 
 
 def job(models: dict[str, str], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """compare() of each case; kind and reference name models."""
+    """Return compare() of each case; kind and reference name models."""
     paths = {name: Path(path) for name, path in models.items()}
     found = {}
     for name, case in cases.items():

@@ -1,8 +1,7 @@
-"""Takes every file of configs/ as far as a machine without a GPU can: `python preset_worker.py FOLDER`, JSON to stdout.
+"""Check every file of configs/ as far as possible without a GPU: `python preset_worker.py FOLDER`, JSON to stdout.
 
-PyTorch and vLLM are told of eight H100s, for good: hence a process of its own. Nothing is started, no weights are read.
-What is asked is real: our preflight, vLLM's EngineArgs.create_engine_config().
-"""
+The process pretends to PyTorch and vLLM that there are eight H100s, for good, so it is a process of its own. It starts nothing
+and reads no weights. It calls real code: our preflight, and vLLM's EngineArgs.create_engine_config()."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ H100 = types.SimpleNamespace(
 
 
 def pretend_cuda() -> None:
-    """torch.cuda as of a node of H100s."""
+    """Make torch.cuda look like a node of H100s."""
     cuda: Any = torch.cuda
     accelerator: Any = torch.accelerator
     cuda.is_available = lambda: True
@@ -38,7 +37,7 @@ def pretend_cuda() -> None:
 
 
 def pretend_vllm_on_cuda() -> None:
-    """vLLM's CUDA platform in the CPU's place; the compiled parts that the CPU wheel lacks are empty modules."""
+    """Use vLLM's CUDA platform in place of the CPU's; compiled parts that the CPU wheel lacks are empty modules."""
     for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C"):
         sys.modules.setdefault(f"vllm.{name}", types.ModuleType(name))
     for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
@@ -51,7 +50,7 @@ def pretend_vllm_on_cuda() -> None:
     platforms._current_platform = NonNvmlCudaPlatform()
     import vllm.config.vllm as config_module
 
-    config_module.HAS_TRITON = True  # it is there on a GPU machine
+    config_module.HAS_TRITON = True  # it is available on a GPU machine
     for name in (
         "cutlass_scaled_mm_supports_block_fp8",
         "cutlass_scaled_mm_supports_fp8",
@@ -61,7 +60,7 @@ def pretend_vllm_on_cuda() -> None:
 
 
 def save_model(name: str, folder: Path) -> Path:
-    """A directory of the published model; a tokenizer that is not its own, of bytes."""
+    """Write a directory of the published model, with a byte tokenizer."""
     from published_model import save_published
 
     from marsrl.trainer.checks.models import find_shape, taught_shape
@@ -73,14 +72,14 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def train_command(preset: Path) -> list[str]:
-    """Words of the header's last command that trains; none in math_default and cpu_default."""
+    """Return the arguments of the last training command in the file's header; none in math_default and cpu_default."""
     header = [line for line in preset.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
     text = "\n".join(line.removeprefix("#   ").strip() for line in header).replace("\\\n", " ")
     return next((shlex.split(line) for line in reversed(text.splitlines()) if "trainer/main.py" in line), [])
 
 
 def checked(preset: Path, folder: Path, words: list[str]) -> Any:
-    """Preflight of the train command's settings under the ranks that its torchrun starts."""
+    """Run preflight with the training command's settings and its torchrun's ranks."""
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
 
@@ -103,10 +102,9 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
 
 
 def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
-    """vLLM's configuration of an engine, made with the words and the environment of our VllmEngine.
+    """Return vLLM's configuration of an engine, with our VllmEngine's arguments and environment.
 
-    adapters: those that it serves, by name; "five": so many, of all matrices that can have some; None: none.
-    """
+    adapters: those served, by name; "five": this many, of all possible matrices; None: none."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
@@ -118,7 +116,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     from marsrl.rollout.pool.build import with_settings
     from marsrl.trainer.checks.batch_plan import longest_sequence
 
-    # What vLLM has found out about a model class it writes into ~/.cache, and imports kernels for it that are not here.
+    # vLLM caches what it found out about a model class in ~/.cache, and imports kernels for it that are not here.
     _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))
@@ -140,7 +138,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
 
 
 def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
-    """What matters of it."""
+    """Return the settings of it that matter."""
     made = vllm_config(config, folder, adapters)
     lora = made.lora_config
     return {
@@ -169,13 +167,13 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
 
 
 def adapters_of(config: Any) -> dict[str, Any]:
-    """The adapters of a preset, which are all on one base."""
+    """Return a preset's adapters, all on one base."""
     found = {name: config.policies[name].adapter for name in config.pools_of_adapters}
     return {name: adapter for name, adapter in found.items() if adapter is not None}
 
 
 def _processors(made: Any) -> list[str]:
-    """Names of our logits processors, as the runner that is chosen loads them, or refuses to."""
+    """Return the names of our logits processors, as the chosen runner loads or refuses them."""
     from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
     from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs
 
@@ -184,7 +182,7 @@ def _processors(made: Any) -> list[str]:
 
 
 def _attention(made: Any) -> str:
-    """The backend that vLLM's CUDA platform picks for the model's layers; FlashInfer is not installed here."""
+    """Return the backend that vLLM's CUDA platform picks for the model's layers; FlashInfer is not installed here."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -195,20 +193,22 @@ def _attention(made: Any) -> str:
 
 
 def _draws(made: Any) -> str:
-    """The method that draws top-p and top-k in warm-ups; ImportError if it is FlashInfer's, which is not installed here."""
+    """Return the method that samples top-p and top-k in warm-ups; ImportError if it is FlashInfer's, which is not installed
+    here.
+    """
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     return str(TopKTopPSampler(made.model_config.logprobs_mode).forward.__name__)
 
 
 def with_vllm(config: Any, **options: Any) -> Any:
-    """The config with other options of vLLM."""
+    """Return the config with other options of vLLM."""
     vllm = config.rollout.vllm.model_copy(update=options)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
 
 
 def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
-    """{layer: its kernel} of the model that vLLM builds for FP8 weights, on the meta device, without compiled kernels."""
+    """Return {layer: its kernel} of the model that vLLM builds for FP8 weights, on the meta device, without compiled kernels."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -232,7 +232,7 @@ def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
 
 
 def variants(config: Any, folder: Path) -> dict[str, Any]:
-    """Engines of the preset with other options of vLLM, and R3."""
+    """Return engines of the preset with other options of vLLM, and R3."""
     replays = config.trainer.model_copy(update={"router_replay": "rollout"})
     asked = {
         "marsrl": with_vllm(config, sampler="marsrl"),
@@ -263,7 +263,7 @@ def main(folder: Path) -> None:
         }
         if preset.stem == "qwen3_30b_a3b_8xh100":
             of_fp8 = check.config
-    told["qwen3_30b_a3b_8xh100"]["fp8_layers"] = fp8_layers(of_fp8, folder)  # last: it makes process groups
+    told["qwen3_30b_a3b_8xh100"]["fp8_layers"] = fp8_layers(of_fp8, folder)  # last: it creates process groups
     print(json.dumps(told))
 
 

@@ -15,7 +15,7 @@ SHARD_BYTES = 2 << 30
 
 
 def save_published(shape: ModelShape, folder: Path) -> Path:
-    """Write the directory, with a tokenizer of bytes. The tensors are a hole in the file: they take no room on the disk."""
+    """Write the directory, with a byte tokenizer. The tensors are holes in the file, which take no space on the disk."""
     is_moe = shape.num_experts > 0
     config: dict[str, Any] = {
         "architectures": [shape.architecture],
@@ -47,7 +47,7 @@ def save_published(shape: ModelShape, folder: Path) -> Path:
 
 
 def _write_headers(shape: ModelShape, folder: Path) -> None:
-    """In files of some GB, as published models are: one of all would not be mapped on a small machine."""
+    """Write files of several GB, as published models have: a single one could not be mapped on a small machine."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     num_bytes = 0
     for unit in units(shape, 1):

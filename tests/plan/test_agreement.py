@@ -1,4 +1,4 @@
-"""The planner and a dry run refuse the same settings; the planner and the doctor find the same want of memory."""
+"""The planner and a dry run refuse the same settings; the planner and the doctor find the same lack of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import resolve
 
 MODELS = {"qwen3_8b": "Qwen3-8B", "qwen3_30b_a3b_8xh100": "Qwen3-30B-A3B", "single_gpu": "Qwen3-1.7B"}
-OTHERS = "rollout.ray_address=192.0.2.200:6379"  # nobody is there; nobody is asked
+OTHERS = "rollout.ray_address=192.0.2.200:6379"  # nothing answers there, and nothing is asked
 VARIED: dict[str, tuple[object, ...]] = {
     "rollout.engines": (1, 2, 3, 5, 8),
     "rollout.placement": ("colocated",),
@@ -55,7 +55,7 @@ WORDS = st.lists(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    shim.install()  # before a machine with CUDA is pretended
+    shim.install()  # before a machine with CUDA is simulated
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS.values():
         save_published(find_shape(name), folder / name)
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(config: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, set[str]]:
-    """(is it refused, what does not fit)."""
+    """Return (whether it is refused, what does not fit)."""
     try:
         plan = make_plan(config, num_gpus, gpu)
     except ValueError:
@@ -86,7 +86,7 @@ def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
 
 
 def megatron_takes(config: RunConfig) -> bool:
-    """Its own checks of the policy's TransformerConfig and optimizer, run here as on a GPU."""
+    """Run megatron's own checks of the policy's TransformerConfig and optimizer as on a GPU."""
     from marsrl.trainer.learner.megatron.model import transformer_config
     from marsrl.trainer.learner.megatron.optimizer import optimizer_options
 

@@ -1,4 +1,4 @@
-"""The planner's bytes are those that the learner makes: parameters exactly, the peak of a step within 10 %."""
+"""The planner's bytes match the learner's: parameters exactly, the peak of a step within 10 %."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def test_published_parameter_counts() -> None:
 
 
 def holds(report: dict[str, Any], tolerance: float) -> None:
-    """working, the peak without what is always there, may be half as far off again, and further where more is planned than
-    is held."""
+    """Check a report. working, the peak without static tensors, may be off by half as much again, and more if the plan is
+    higher.
+    """
     for what, allowed in (("static", 0.01), ("peak", tolerance), ("working", 1.5 * tolerance)):
         measured, planned = report[what]
         above = 2.5 * tolerance if what == "working" else allowed
@@ -47,14 +48,14 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
     ("kind", "recompute", "dtype", "changes"),
     [
         ("qwen3_moe", "none", "bfloat16", {}),
-        ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),  # what a layer left behind it would show
+        ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),  # memory that a layer leaves behind would show
         ("qwen3_moe", "full_offload", "bfloat16", {"num_hidden_layers": 8}),
         ("qwen3_moe", "full_but_attention", "bfloat16", {"num_hidden_layers": 12, "num_attention_heads": 16}),
         ("qwen3", "full_but_attention", "float32", {"num_hidden_layers": 8}),
         ("qwen3_moe", "selective", "float32", {}),
         ("qwen3", "selective", "bfloat16", {"intermediate_size": 512}),
         ("qwen3_moe", "full", "bfloat16", {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
-        ("qwen3_moe", "none", "bfloat16", {"vocab_size": 2048, "hidden_size": 32}),  # the head is the fullest moment
+        ("qwen3_moe", "none", "bfloat16", {"vocab_size": 2048, "hidden_size": 32}),  # the head's moment is the fullest
         ("qwen3_moe", "none", "bfloat16", {"moe_intermediate_size": 192}),  # experts wider than the model
         ("qwen3", "full", "float32", {}),
         ("qwen2", "none", "bfloat16", {"num_key_value_heads": 8}),
@@ -89,7 +90,7 @@ def test_an_adapter_is_held_as_planned(
 
 @pytest.mark.slow
 def test_memory_of_a_reference_and_full_optimizer_is_planned(tmp_path: Path) -> None:
-    """The reference has its own sizes, so that a count of the policy's weights in their place would show."""
+    """The reference has its own sizes, so that counting the policy's weights instead would show."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
     found = compare(policy, {}, "none", "bfloat16", reference=reference)
     holds(found, 0.03)
@@ -131,15 +132,15 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
-    holds(reports[name], 0.10)  # the CPU's stand-ins for collectives of unequal parts copy
+    holds(reports[name], 0.10)  # the CPU's replacements of collectives with unequal parts copy
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_gpu_holds_what_is_planned(recompute: str, tmp_path: Path) -> None:
-    """Against torch.cuda.max_memory_allocated; the other tests of this file count with it too where there is a GPU."""
+    """Compares with torch.cuda.max_memory_allocated, which this file's other tests also use if there is a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    # 8192 tokens: a workspace of cuBLAS (tens of MB) must not matter beside them
+    # 8192 tokens, so that a cuBLAS workspace (tens of MB) does not matter.
     folder = model("qwen3_moe", tmp_path / "m", hidden_size=512, num_hidden_layers=8, moe_intermediate_size=256)
     holds(compare(folder, {}, recompute, "bfloat16", num_sequences=64), 0.10)

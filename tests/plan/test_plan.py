@@ -1,4 +1,4 @@
-"""`marsrl plan`: formulas against numbers known from elsewhere, every config of the repository, and the refusals."""
+"""`marsrl plan`: formulas against known numbers, every config of the repository, and refusals."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def planned(preset: str, num_gpus: int, *words: str, gpu: str | None = None) -> 
 
 
 def shown(plan: Plan, width: int) -> str:
-    """The tables, on a terminal of this width."""
+    """Return the tables, on a terminal of this width."""
     console = Console(width=width, file=io.StringIO())
     show(plan, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
     four, whole_experts = (replace(half, tensor_parallel=4, spreads_experts=each) for each in (False, True))
     padding = engine_memory(four, H100).weights - engine_memory(whole_experts, H100).weights
     assert padding == pytest.approx(48 * 128 * 3 * 64 * 2048, rel=1e-3)  # 192 columns of an expert become 256
-    few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two an engine: an iteration is all weights
+    few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two per engine: reading weights dominates an iteration
     seconds = [rollout_time(setup, memory, H100, few).seconds for setup in (whole, half)]
     assert seconds[1] < seconds[0]
     of_files = [sync_time("shm", setup, 4, 1, 12, H100) for setup in (whole, half)]
@@ -210,7 +210,7 @@ def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
         far, 200
     )
     (policy,) = near.policies
-    small = (2 + 3 * 32) * 2 * MIB  # 32 channels over NVLink, whose buffers the receiver has
+    small = (2 + 3 * 32) * 2 * MIB  # 32 channels over NVLink, whose buffers are the receiver's
     assert policy.rank_transfer_bytes == near.num_engine_gpus * small
     assert policy.engines.transfer_bytes == near.num_trainers * (small + 32 * 10 * MIB)
     (files,) = planned("qwen3_30b_a3b_8xh100", 8, "sync.backend=shm").policies

@@ -1,4 +1,4 @@
-"""Every file of configs/ asks for nothing that is refused: as far as a machine without a GPU can follow it, by real code."""
+"""Real code accepts every file of configs/, as far as a machine without a GPU can check."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Findings of preset_worker.py by preset: 25 s of one process, which believes in CUDA."""
+    """Findings of preset_worker.py by preset: 25 s in one process that simulates CUDA."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
     done = subprocess.run(
@@ -59,11 +59,11 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     engine = told[preset]["engine"]
     assert engine["runner"] == "V2" and engine["processors"] == [] and engine["logprobs"] == "processed_logprobs"
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
-    assert engine["dynamo_off"] is None  # else vLLM's compilation fails: "aot_compile is not supported"
+    assert engine["dynamo_off"] is None  # otherwise vLLM's compilation fails: "aot_compile is not supported"
     assert engine["executor"] == ("mp" if preset in ON_SEVERAL_GPUS else "uni")
-    # FlashAttention has no float32
+    # FlashAttention does not support float32.
     assert engine["attention"] == ("Triton" if preset == "cpu_default" else "Flash") + "AttentionBackend"
-    assert engine["moe"] == "triton"  # whose layout the checksums know
+    assert engine["moe"] == "triton"  # the checksums know its layout
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
     assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
 
@@ -83,7 +83,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any]) -> None:
-    """Neither packs nor transposes, rounds to powers of two or pads; routers, embedding and head are whole."""
+    """They do not pack, transpose, pad, or round to powers of two; routers, embedding and head are not quantised."""
     layer = "model.layers.0"
     assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
         "model.embed_tokens": "UnquantizedEmbeddingMethod",
@@ -98,7 +98,7 @@ def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
-    """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
+    """Slots exist only for adapted matrices, with the next rank that has kernels."""
     plain, found = told[preset]["engine"], told[preset]["adapted"]
     is_moe = preset.startswith("qwen3_30b_a3b") or preset in ("ulorl", "cpu_default")
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
@@ -144,7 +144,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"engines": 1}, TrainerHost(1, 1, False), "/dev/shm", "set rollout.placement=local, or set rollout.ray_address to"),
         ({"ray_address": HEAD}, ON_A_CLUSTER, "/dev/shm",
          r"writes weights to /dev/shm on trainer rank 0's .* cannot read; set sync.directory to a folder"),
-        # of a cluster that has others: where else would they be
+        # A cluster that has other hosts for the engines.
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm",
          r"to /dev/shm on trainer rank 0's .* rollout.ray_address=auto cannot read; set sync.directory to a folder"),
         ({"engines": 4}, NODE, "/dev/shm", None),
@@ -155,7 +155,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm", None),
         (WIDE | {"engines": 2}, NODE, "/dev/shm", None),
         (WIDE | {"placement": "local"}, TrainerHost(2, 1, False), "/dev/shm", None),
-        # its hosts may have 8
+        # Its hosts may have 8.
         ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None, None),
     ],
 )  # fmt: skip

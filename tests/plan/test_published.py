@@ -1,4 +1,4 @@
-"""The planner against steps, updates and decoding speeds that others have published (published.yaml), and a step of ours."""
+"""The planner against published steps, updates and decoding speeds (published.yaml), and against a step of ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHIN = 0.15
 
 
 def planned_over_published(case: dict[str, Any]) -> float:
-    """The planned seconds over those published; of a speed the inverse."""
+    """Return planned seconds divided by published seconds (for speeds the inverse)."""
     config, _ = read_config("math_default", ["orchestration=solver", *case["words"]])
     (policy,) = make_plan(config, case["gpus"], "h100-80g", case["mean_response"]).policies
     assert policy.configured is not None, policy.why_not_configured
@@ -68,7 +68,7 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
     one = Layout(1, 1, 1, 1, 1)
     setup = Training(shape, one, 1, "bfloat16", "none", 4096, batch["micro_batches"], int(hw.HEAD_ROWS.value))
     work = Work(batch["trained_sequences"], batch["trained_tokens"], batch["sampled_tokens"], batch["longest"])
-    h200 = replace(hw.GPUS["h200-141g"], attention=0.14)  # our Triton kernel's there: the step had no flash-attn
+    h200 = replace(hw.GPUS["h200-141g"], attention=0.14)  # our Triton kernel's share there: the step had no flash-attn
     time, memory = step_time(setup, work, h200, sweeps_entropy=False), rank_memory(setup, 0)
     assert time.total == pytest.approx(statistics.median(ours["seconds"]), rel=0.1)
     assert memory.peak - memory.static == pytest.approx(ours["extra_bytes"], rel=0.1)
@@ -76,10 +76,12 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
     def seconds(*words: str) -> float:
         return sum(ms for ms, _, name in ours["kernels"] if any(word in name for word in words)) / 1000
 
-    assert time.experts * 2 / 3 == pytest.approx(seconds("grouped"), rel=0.1)  # the third product adds to main_grad
+    assert time.experts * 2 / 3 == pytest.approx(
+        seconds("grouped"), rel=0.1
+    )  # the third product accumulates into main_grad
     adding = seconds("matrix_gradients", "CUDAFunctor_add", "addcmul")
     assert time.experts / 3 + time.gradients == pytest.approx(adding, rel=0.1)
-    assert time.optimizer > 1.5 * seconds("multi_tensor")  # norm, clipping and bfloat16 weights beside AdamW
+    assert time.optimizer > 1.5 * seconds("multi_tensor")  # norm, clipping and bfloat16 weights in addition to AdamW
 
 
 def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
@@ -87,11 +89,11 @@ def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
     ratios = []
     for table in tables:
         names = {row["name"]: row for row in table["rows"]}
-        ours = names.get("ours, triton", names["ours"])  # by cuBLAS, where QuACK was there too
+        ours = names.get("ours, triton", names["ours"])  # by cuBLAS, also where QuACK was available
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
         ratios.append(planned / ours["median_s"])
     *within, outside = (
-        ratios  # a quarter active on the second machine: bare products took 14.9 ms there, and 12.8 on the first
+        ratios  # a quarter active on the second machine: a GEMM alone took 14.9 ms there, and 12.8 on the first
     )
     assert len(within) == 3 and within == pytest.approx([1.0] * 3, rel=0.1)
     assert outside == pytest.approx(0.81, abs=0.01)

@@ -1,4 +1,4 @@
-"""A port for a server that a test starts, or for nobody."""
+"""A port for a server that a test starts, or for no server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that no other process is given in the body, and at which nobody listens yet: a server may that sets
-    SO_REUSEADDR."""
+    """Yield a port of 127.0.0.1 that no other process gets inside the block. Nothing listens there yet; a server that sets
+    SO_REUSEADDR may.
+    """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What the jobs of two ranks need imported: the learner, and megatron under the CPU's shim."""
+"""Imports that jobs of two ranks need: the learner, and megatron with the CPU's shim."""
 
 import importlib
 

@@ -1,10 +1,9 @@
-"""Two gloo ranks for a session of tests, so that torch and megatron are imported once, not once a test file.
+"""Two gloo ranks for a session of tests, so that torch and megatron are imported once, not once per test file.
 
     value = two_ranks.run(Path("layouts_worker.py"), {"out": ..., ...})  # job(**arguments) of that file, on both ranks
 
-Each test file owns its job and what it asserts about it. Both processes of a job are forked from one that has imported the
-modules, and end with it.
-"""
+Each test file defines its job and its assertions. Both processes of a job are forked from one with the imports, and end with
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ import pytest
 from held_port import held_port
 
 NUM_RANKS = 2
-LIMIT_S = 600.0  # of one job: only one that hangs takes this long
+LIMIT_S = 600.0  # of one job; only a hanging one takes this long
 
 
 class RankPair:
@@ -32,7 +31,7 @@ class RankPair:
         self._forks.set_forkserver_preload([*modules, __name__])
 
     def run(self, file: Path, arguments: dict[str, Any], *, limit_s: float = LIMIT_S) -> Any:
-        """What job(**arguments) of this file returns on rank 0; arguments and result as JSON has them.
+        """Return the result of this file's job(**arguments) on rank 0; arguments and result are JSON.
 
         Raises:
             Exception: a rank's own, with its traceback. Both ranks are ended then, for the other one may wait in a collective.

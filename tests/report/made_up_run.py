@@ -1,4 +1,4 @@
-"""A run directory with made-up numbers and texts: test data, no result of any model."""
+"""A run directory with made-up numbers and texts: test data, no model's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 def make_sample(
     uid: str, agent: str = "solver", *, num_tokens: int = 4, version: int = 0, text: str | None = None, **changes: Any
 ) -> Sample:
-    """A sample with reward 1; `changes` replace fields."""
+    """Return a sample with reward 1; `changes` replace fields."""
     made = {"rollout_id": "p0#0", "problem_id": "p0", "group_id": f"p0#0/{agent}/root", "prompt_text": "a 3 b *7"}
     made |= {"full_text": f"text of {uid}" if text is None else text, "reward": Reward(1.0, 1.0, {"answer": 1.0})}
     made["segments"] = (Segment(0, num_tokens, version),)
@@ -73,7 +73,7 @@ def make_summary(**changes: Any) -> Summary:
 
 
 def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group], dict[str, float]]:
-    """Agentic pipeline: in step k agent j answers about the problems that began in step k - j."""
+    """Return a step of the agentic pipeline: in step k, agent j answers problems that began in step k - j."""
     groups, advantages = [], {}
     for depth, agent in enumerate(AGENTS[: step + 1]):
         for problem in range(3):
@@ -101,7 +101,7 @@ def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group
 
 
 def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool = True) -> RunDirectory:
-    """`text` is put into everything that a model, a data file or a config may hold."""
+    """Write a run with `text` in everything that comes from a model, a data file or a config."""
     rng = random.Random(0)
     run = RunDirectory.create(root, "made-up", "test")
     run.write_config({"run": {"name": "made-up"}, "data": {"train": text}, "agents": {name: {} for name in AGENTS}})

@@ -1,4 +1,4 @@
-"""The console of a run, where it is no terminal."""
+"""The console of a run, if it is not a terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_rate_and_time_left_are_of_this_process(monkeypatch: pytest.MonkeyPatch)
     printed, clock = io.StringIO(), [100.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     with RunConsole(stream=printed).progress("evaluation", unit="episodes") as bar:
-        bar.played(16, 64, 0, "verifier1, round 3: 12 of 40 calls")  # 16 are kept from an earlier process
+        bar.played(16, 64, 0, "verifier1, round 3: 12 of 40 calls")  # 16 are saved by an earlier process
         for clock[0], num_over in ((400.0, 16), (700.0, 22), (710.0, 23), (1000.0, 64)):
             bar.played(num_over, 64, 1234, "verifier1, round 3: 12 of 40 calls" if num_over < 64 else "")
     assert printed.getvalue().splitlines() == [

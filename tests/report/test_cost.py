@@ -43,4 +43,4 @@ def test_a_mostly_failing_tool_is_warned_about_with_its_error() -> None:
     assert "run out of searches" in said
     for few in (counted(40, 20), counted(7, 7), counted(0, 0), {}):
         assert not failing_tools(few, last)
-    assert not failing_tools(counted(40, 40), {})  # calls that no tool could read
+    assert not failing_tools(counted(40, 40), {})  # calls that no tool could parse

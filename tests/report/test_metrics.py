@@ -69,7 +69,7 @@ def test_zeros_are_told_with_a_number_and_an_example() -> None:
     assert unread("critic", "", [plain, plain, cut]) == (
         '33 % of critic\'s completions (1 of 3) were cut at 128 tokens; one ends "so we␛[2J␉add"'
     )
-    assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""  # a fifth is not more
+    assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""  # a fifth is the limit
     assert unread("solver", form, [unasked]).endswith("; 100 % had a prompt longer than agents.solver.max_input_tokens")
 
 
@@ -136,8 +136,17 @@ def test_wilson_agrees_with_published_values() -> None:
 
 
 def test_detection_recall_counts_only_readable_verdicts() -> None:
-    of_wrong = [(False, 1.0), (True, 0.0), (False, 1.0)]  # (verdict, agrees): two of three wrong solutions were found
-    of_right = [(True, 1.0), (False, 0.0), (None, None), (False, None)]  # one says nothing; one is unknown
+    of_wrong = [
+        (False, 1.0),
+        (True, 0.0),
+        (False, 1.0),
+    ]  # (verdict, agrees): two of three wrong solutions were detected
+    of_right = [
+        (True, 1.0),
+        (False, 0.0),
+        (None, None),
+        (False, None),
+    ]  # one without a verdict, one of unknown correctness
     samples = []
     for i, (verdict, agrees) in enumerate([*of_wrong, *of_right]):
         parts = {} if agrees is None else {"verdict": agrees, "format": -0.1}
@@ -157,9 +166,9 @@ def spikes_of(norms: list[float]) -> list[float]:
 
 def test_a_gradient_norm_above_five_running_medians_is_a_spike() -> None:
     assert spikes_of([1, 1, 1, 1, 1, 5.0, 5.1]) == [0, 0, 0, 0, 0, 0, 1]
-    assert spikes_of([1, 1, 1, 1, 100]) == [0] * 5  # of four, a median says little
+    assert spikes_of([1, 1, 1, 1, 100]) == [0] * 5  # a median of four is not meaningful
     assert spikes_of([1, 0, 0, 0, 0, 0, 0, 2]) == [0] * 8  # steps that trained nothing are in no median
     assert spikes_of([1] * 5 + [math.nan, math.inf, 1]) == [0] * 5 + [1, 1, 0]
-    # the median is of the last fifty: what was large then is usual now
+    # The median covers the last fifty: what was large then is normal now.
     assert spikes_of([1] * WINDOW + [4] * WINDOW + [20, 21])[-2:] == [0, 1] and WINDOW == 50
     assert spikes_of([1] * WINDOW + [4] * 20 + [6])[-1] == 1

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus; the alerts ask for no others."""
+"""Metrics for Prometheus; the alerts use only these."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EACH = {f"small/{name}" if name.startswith("actor/") else name: 2.0 for name in 
 
 
 def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """{name: {labels: value}}"""
+    """Return {name: {labels: value}}."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
@@ -66,7 +66,7 @@ def test_a_scrape_has_last_row_totals_and_all_alert_metrics() -> None:
             scrape(port)
     (group,) = yaml.safe_load((Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())["groups"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
-    for rule in group["rules"]:  # ask for nothing else
+    for rule in group["rules"]:  # use nothing else
         assert set(rule) <= {"alert", "expr", "for", "annotations"} and rule["annotations"]["summary"]
         asked = re.findall(r'(marsrl_\w+)(?:\{name=~?"(.+?)"\})?', rule["expr"])
         assert asked or rule["expr"].startswith("up{"), rule["alert"]

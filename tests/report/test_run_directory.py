@@ -37,7 +37,7 @@ def test_only_begun_runs_keep_their_name_and_first_settings(sign: str, tmp_path:
     failed = RunDirectory.create(tmp_path, "a", "p")
     failed.write_config({"x": 0})
     RunLock(failed).release()
-    failed.metrics.touch()  # opened, and nothing logged
+    failed.metrics.touch()  # opened, but nothing logged
     run = RunDirectory.create(tmp_path, "a", "p")
     assert run.write_config({"x": 1}).read_text() == "x: 1\n"
     BEGUN[sign](run)
@@ -67,7 +67,7 @@ NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
     [
         ("home", "auto", "has no config.yaml, so it is not a run directory; set another run.name"),
         ("home", "off", "exists and is never overwritten"),
-        ("theirs", "off", "exists and is never overwritten"),  # its config.yaml may be somebody else's
+        ("theirs", "off", "exists and is never overwritten"),  # its config.yaml may belong to another run
         (None, "auto", "run.name is not set"),
         ("a" * 300, "off", "File name too long"),
         *((name, "off", "plain folder name") for name in NO_NAMES),
@@ -100,7 +100,7 @@ def test_an_unusable_run_folder_is_named_before_and_at_start(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def nobody() -> Iterator[Path]:
-    """A folder that may be read and not written to; root, who may do anything, is somebody else meanwhile."""
+    """Make a folder readable but not writable; root becomes another user meanwhile."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o555)
         is_root = os.geteuid() == 0
@@ -120,7 +120,7 @@ def test_steps_that_are_played_again_are_forgotten_whole(tmp_path: Path) -> None
         write_samples(run, step, [])
         write_tokens(run, step, [])
     (run.evaluations / "step_x").mkdir()
-    (run.tokens / ".step_9.msgpack.zst.77.tmp").touch()  # killed while it was written
+    (run.tokens / ".step_9.msgpack.zst.77.tmp").touch()  # killed while writing
     run.forget_after(8)
     assert sorted(path.name for path in run.evaluations.iterdir()) == ["step_0", "step_4", "step_8", "step_x"]
     assert [*step_files(run.samples)] == [*step_files(run.tokens)] == [0, 4, 8]

@@ -1,4 +1,4 @@
-"""Samples, tokens, trace and summary come back as they were written, and a damaged file is named."""
+"""Samples, tokens, trace and summary are read back as written, and a damaged file is named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_groups_are_drawn_by_step_and_name_whatever_their_order() -> None:
     assert [uid.split("/")[1][:6] for uid in first] == ["solver"] * 2 + ["verifi"] * 2 + ["solver"] * 2 + ["verifi"] * 2
     drawn = {tuple(choose_samples(groups, trained, num_groups=1, seed=0, step=step)) for step in range(30)}
     assert len(drawn) > 10
-    for step in range(5):  # one group that trains something is found among nine
+    for step in range(5):  # one group with a gradient among nine
         only = choose_samples(groups, {"p3/verifier1:0"}, num_groups=1, seed=0, step=step)
         assert {"p3/verifier1:0", "p3/verifier1:1"} <= set(only)
 
@@ -92,7 +92,7 @@ def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
         assert "".join(renderer.pieces(np.array([*text.encode()], np.int32))) == text
     assert renderer.pieces(np.array([*"a中🎉b".encode()], np.int32)) == ["a", "", "", "中", "", "", "", "🎉", "b"]
     rng = np.random.default_rng(0)
-    for _ in range(100):  # of a model with random weights: log, samples and what programs read agree
+    for _ in range(100):  # of a model with random weights: log, samples and the programs' input agree
         ids = rng.choice(np.array([0x41, 0x80, 0xB8, 0xC3, 0xE4, 0xF0, 0x9F, 0x8E, 0xFF], np.int32), 40)
         assert "".join(renderer.pieces(ids)) == renderer.decode(ids)
 

@@ -1,8 +1,7 @@
-"""Triton kernels without a GPU: `TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter`, a process of its own.
+"""Triton kernels without a GPU: `TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter`, in a process of its own.
 
-Triton reads the variable when a kernel is defined, so these tests cannot share a process with the others; there they
-are skipped. A program costs about 0.5 ms and a loop iteration 1.5 to 3 ms: at most 32 tokens, at most 4096 columns.
-"""
+Triton reads the variable when a kernel is defined, so these tests cannot share a process with the others, which skip them. A
+program costs about 0.5 ms and a loop iteration 1.5 to 3 ms, so use at most 32 tokens and 4096 columns."""
 
 import os
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ if IS_INTERPRETED:
 
 def pytest_configure(config: pytest.Config) -> None:
     for message in (
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # of Triton, about NumPy
-        "ignore::RuntimeWarning:triton",  # NaN and infinities in masked places, silent on a GPU
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # from Triton, about NumPy
+        "ignore::RuntimeWarning:triton",  # NaN and infinities in masked elements, silent on a GPU
     ):
         config.addinivalue_line("filterwarnings", message)
 
@@ -40,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _triton_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every op uses Triton. torch.empty is full of NaN: an output that a kernel does not write shows."""
+    """Use Triton for every op, with NaN in torch.empty, so that elements which a kernel does not write show."""
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which imports inductor too
+    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which also imports inductor
     yield
     torch.set_deterministic_debug_mode("default")

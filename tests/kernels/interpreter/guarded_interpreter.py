@@ -1,11 +1,11 @@
-"""Triton's interpreter (3.6) with its silent mistakes made right or loud.
+"""Triton's interpreter (3.6), with its silent errors corrected or raised.
 
-- bfloat16 lies in NumPy as raw uint16: `tl.dot` and the casts to and from it are done right here; every other
-  arithmetic on it (+ * max exp sum ...) raises, because the interpreter would work on the bit patterns.
-- A load or store outside of the tensors given to the kernel raises; the interpreter would read garbage or crash.
-- Tensors are worked on where they lie: it would copy their whole memory onto itself after every launch.
+- bfloat16 is stored in NumPy as raw uint16. `tl.dot` and casts are corrected here; other arithmetic on it (+ * max exp sum ...)
+  raises, because the interpreter would compute with the bit patterns.
+- A load or store outside of the kernel's tensors raises; the interpreter would read garbage or crash.
+- Tensors are used in place; the interpreter would copy their whole memory after every launch.
 
-And without work whose result nobody reads, which took half of a test's time.
+Work whose result is never read is left out; it took half of a test's time.
 """
 
 import functools
@@ -24,12 +24,12 @@ ADVICE = "the interpreter has no bfloat16 arithmetic: cast what is loaded to flo
 
 
 def to_float32(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 as uint16 -> float32, exact."""
+    """Convert bfloat16 as uint16 to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """float -> bfloat16 as uint16, to nearest even as the hardware rounds."""
+    """Convert float to bfloat16 as uint16, rounding to nearest even as the hardware does."""
     array = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
     return array.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
 
@@ -43,7 +43,7 @@ def widened(handle: TensorHandle) -> TensorHandle:
 
 
 class Memory:
-    """The address ranges of the tensors that the running kernel was given."""
+    """Address ranges of the tensors passed to the running kernel."""
 
     def __init__(self) -> None:
         self.begins = self.ends = np.zeros(0, np.uint64)
@@ -113,16 +113,16 @@ def install() -> None:
 
 
 def _leave_out_unread_work() -> None:
-    """No assertion that integers do not overflow: it is computed in int64 at each + - *, and dropped, for debug is off.
-    The language is put in the interpreter's words once, not for every launch and every function that a kernel calls. What
-    dtypes and shapes are is found once for each.
+    """Leave out work whose result is never read: overflow assertions of integers, computed in int64 at each + - * and dropped
+    without debug. Patch the language once instead of for every launch and function call, and look up dtypes and shapes once
+    each.
     """
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     for_good = interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
     for_good._changes.clear()  # a launch that has ended restores nothing
     interpreter._patch_lang = lambda _: for_good
     dtype_of = interpreter._get_np_dtype
-    by_name: dict[str, np.dtype] = {}  # it makes a table of twenty at every call
+    by_name: dict[str, np.dtype] = {}  # Triton makes a table of twenty at every call
 
     def known_dtype_of(kind: Any) -> np.dtype:
         if kind.scalar.name not in by_name:
@@ -139,7 +139,7 @@ def _leave_out_unread_work() -> None:
 
 @functools.cache
 def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    """(shape, numel) of a tensor of these sizes, as Triton's own __init__ makes them for each anew."""
+    """Return (shape, numel) of a tensor of these sizes, as Triton's own __init__ computes for each tensor."""
     return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 

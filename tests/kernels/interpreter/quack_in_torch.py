@@ -1,7 +1,6 @@
-"""The part of QuACK 0.6.5 that the head calls, by its contract, in PyTorch on the CPU: the head's own epilogues run on tensors.
+"""The part of QuACK 0.6.5 that the head calls, by its contract, in PyTorch on the CPU. The head's own epilogues run on tensors.
 
-tests/install/test_locks.py compares the names with QuACK's wheel.
-"""
+tests/install/test_locks.py compares the names with QuACK's wheel."""
 
 import inspect
 import math
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-# Keywords of Epilogue.gemm; those that say how it is computed are ignored here.
+# Keywords of Epilogue.gemm. Those about how it is computed are ignored here.
 WORDS = ("epi_args", "tile_M", "tile_N", "cluster_M", "cluster_N", "pingpong")
 
 
@@ -24,7 +23,7 @@ class Op:
 
 
 class Epilogue:
-    """D = fn(A @ B.T), and what it declares beside it, per tile of tile_N columns."""
+    """D = fn(A @ B.T) and its declared extra outputs, per tile of tile_N columns."""
 
     def __init__(self, fn: Any, **declared: Any) -> None:
         self.fn, self.declared = fn, declared

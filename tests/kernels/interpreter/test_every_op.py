@@ -23,7 +23,7 @@ from marsrl import kernels
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that were launched; a launch that no `on_device_of` surrounds fails: it would be on the current device."""
+    """Record launched kernels. A launch outside of `on_device_of` fails, because it would use the current device."""
     depth, names = [], []
 
     @contextmanager

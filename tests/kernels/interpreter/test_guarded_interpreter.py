@@ -1,4 +1,4 @@
-"""The interpreter that judges our kernels is loud where it would be silently wrong."""
+"""The guarded interpreter raises where Triton's would be silently wrong."""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""The fused heads and the objective alone in Triton, interpreted, at sizes that NumPy bears; every loop takes turns."""
+"""The fused heads and the policy objective in interpreted Triton, at sizes that NumPy can handle; every loop runs more than
+once.
+"""
 
 import pytest
 from test_head import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""mpt_gate in Triton: the tests of the C++ once more."""
+"""mpt_gate in Triton: the same tests as for the C++."""
 
 from test_mpt_gate import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The tests of the ops once more, by Triton's kernels, in tiles so small that a few numbers need several."""
+"""The ops' tests with Triton's kernels, in tiles so small that a few numbers need several."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from marsrl.kernels.moe_permute import triton_impl as moves
 from marsrl.kernels.rms_norm import triton_impl as norm
 from marsrl.kernels.swiglu import triton_impl as gate
 
-# of packed attention 8 x 4 forward, 8 x 8 and 4 x 8 for the gradients: neither side divides the other everywhere
+# Tiles of packed attention: 8 x 4 forward, 8 x 8 and 4 x 8 for the gradients, so that neither side always divides the other.
 ATTENTION = attention.TilePlan(*(attention.Tiles(*each, 4, 1) for each in ((8, 4), (8, 8), (4, 8))))
 
 

@@ -1,3 +1,3 @@
-"""Two gloo processes with a shard of the vocabulary each, on the interpreted Triton kernels."""
+"""Two gloo processes with a shard of the vocabulary each, with interpreted Triton kernels."""
 
 from test_vocab_parallel import *  # noqa: F403
