@@ -1,4 +1,4 @@
-"""The order of import: kernels < rollout < trainer < commands < api, heavy libraries only in files named for them."""
+"""The order of imports: kernels < rollout < trainer < commands < api. Large libraries only in files named for them."""
 
 import ast
 import functools
@@ -18,7 +18,7 @@ FILES = [p for folder in ORDER for p in sorted((ROOT / folder).rglob("*.py"))]
 
 @functools.cache
 def imported(path: Path) -> frozenset[str]:
-    """Every module a file imports anywhere, inside functions too."""
+    """Return every module that a file imports anywhere, including in functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -30,7 +30,7 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def module_of(path: Path) -> str:
-    """The name by which a file is imported. Those of api/ are marsrl's own."""
+    """Return the name by which a file is imported. Those of api/ are marsrl's own."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(("marsrl", *parts[parts[0] == "api" :])).removesuffix(".__init__")
 
@@ -49,8 +49,8 @@ def test_nothing_imports_upward() -> None:
     assert not wrong
 
 
-# The rooms of each layer, and what each imports of its own layer's rooms. What lies beside them (types, team, loop, run) is no
-# room: the data contract below all of them, what puts them together above. Each may read the settings, trainer/config.
+# The rooms of each layer, and what each imports of its own layer's rooms. Files beside them (types, team, loop, run) are no
+# rooms: the data contract below all of them, and the files that assemble them above. Each may read the settings, trainer/config.
 ROOMS = {
     "rollout": {
         "agents": "",
@@ -106,13 +106,15 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
     imports = {}
     for file, path in files.items():
         names = imported(path) & files.keys()
-        inside = {name.rpartition(".")[0] for name in names}  # `from package import file` asks the package for nothing
+        inside = {
+            name.rpartition(".")[0] for name in names
+        }  # `from package import file` needs nothing of the package itself
         imports[file] = {name for name in names if not (name in inside and files[name].name == "__init__.py")} - {file}
     TopologicalSorter(imports).prepare()  # a CycleError names the files
 
 
 def test_a_room_has_at_most_twenty_files() -> None:
-    """More are a list that nobody takes in at a glance."""
+    """A longer list cannot be taken in at a glance."""
     folders = {path.parent for path in FILES}
     sizes = {str(f.relative_to(ROOT)): sum(path.is_file() for path in f.iterdir()) for f in folders}
     assert {folder: size for folder, size in sizes.items() if size > 20} == {}
@@ -133,7 +135,7 @@ def test_only_the_learner_imports_megatron() -> None:
 
 
 def test_mypy_finds_every_folder_under_its_import_name() -> None:
-    """Where it does not, every call between two of our modules goes unchecked, and mypy says nothing."""
+    """Otherwise mypy silently skips every call between two of our modules."""
     for folder in (*ORDER[:-1], "benchmarks", *(path.name for path in (ROOT / "api").glob("*.py"))):
         place = ROOT / ("api" if folder.endswith(".py") else "") / folder
         assert (ROOT / "typed" / "marsrl" / folder).resolve() == place.resolve()
@@ -154,15 +156,15 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        # a config and the rules of layouts; the viewer, which torch would take four times as long as all that it needs
+        # A config and the rules of layouts; the viewer, whose start would take four times as long with torch.
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # compilers
         (
             "import marsrl; dir(marsrl)",
             {*HEAVY, "pydantic", "numpy", "omegaconf", "marsrl.runs"},
-        ),  # which is imported fast
-        # the loop before its shim, export, and a new model, without the modelling code of transformers
+        ),  # it imports quickly
+        # The loop before its shim, export, and a new model, without transformers' modelling code.
         (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils", *EXTRAS}),
     ],
     ids=["config", "viewer", "kernels", "api", "trainer"],
@@ -174,6 +176,6 @@ def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
-    """A process of pytest collects all rooms of tests, where the first module of a name is everybody's."""
+    """One pytest process collects all rooms of tests, where the first module of a name hides the others."""
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -1,4 +1,4 @@
-"""The wheel, installed into an empty place and started from there: what a user without a checkout has."""
+"""The wheel, installed into an empty folder and started from there: what a user without a checkout has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = (
     "README.md",
 )
 
-# What `marsrl`, the dry run and a run do, in one process: six starts of Python would take most of the test's time.
+# Run `marsrl`, the dry run and a run in one process: six starts of Python would take most of the test's time.
 COMMANDS = """
 import sys
 from pathlib import Path
@@ -58,7 +58,7 @@ assert len(files) > 20 and not elsewhere, elsewhere
 
 
 def copy_of_the_checkout(folder: Path) -> Path:
-    """The files that setup.py reads, without what a build left among them."""
+    """Copy the files that setup.py reads, without build products."""
     for part in PARTS:
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "_lib"))
@@ -69,7 +69,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout with a wheel in dist/, by the document's first command; compiling the library would take a minute."""
+    """The checkout with a wheel in dist/, made by the document's first command; compiling the library would take a minute."""
     folder = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
     build, _ = run_by("test_a_wheel_has_the_presets_and_trains")
     words = [sys.executable, "-m", *shlex.split(build), "--no-build-isolation", "-q"]
@@ -79,7 +79,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds marsrl from its wheel and nothing else, with the native library of this checkout."""
+    """A folder with marsrl from its wheel and nothing else, with this checkout's native library."""
     place = tmp_path_factory.mktemp("place")
     _, install = run_by("test_a_wheel_has_the_presets_and_trains")
     words = [sys.executable, "-m", *shlex.split(install), "--no-deps", "--target", str(place), "-q"]
@@ -89,7 +89,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
-    """Presets, prompt sets, pages and the mark that tells type checkers of our types among them."""
+    """Presets, prompt sets, pages and py.typed are among them."""
     (path,) = (source / "dist").glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         shipped = {name for name in wheel.namelist() if name.startswith("marsrl/")}
@@ -103,7 +103,7 @@ def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
 
 @pytest.mark.parametrize("command", run_by("test_a_release_is_built_and_checked"))
 def test_a_release_is_built_and_checked(command: str, tmp_path: Path) -> None:
-    """The document's block, as it stands: its first line makes the environment of the others."""
+    """Runs the document's block unchanged: its first line makes the environment of the others."""
     (block,) = (block.text for block in blocks(ROOT / "docs" / "release.md") if command in block.text)
     for name in ("csrc", "constraints", "CMakeLists.txt"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
@@ -119,7 +119,7 @@ def test_a_release_is_built_and_checked(command: str, tmp_path: Path) -> None:
 
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:
     words = [
-        "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term: rewards are all 0 yet
+        "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term, because all rewards are still 0
         "loss.kl_coef=0.1", "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2",
         "rollout.group_size=2", "rollout.max_response_tokens=12", "run.steps=2", "run.name=wheel",
         "evaluate={num_problems: 2, fixed_inputs: 2}",
@@ -128,7 +128,7 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
     environment = {
         **os.environ,
         "PYTHONPATH": str(installed),
-    }  # before site-packages, where a checkout may be installed
+    }  # before site-packages, which may have a checkout
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shown = done.stdout

@@ -1,4 +1,4 @@
-"""A team that writes letters: a token a character, a script in place of a model, no tokenizer, no torch."""
+"""A team that writes letters: one token per character, a script in place of a model, no tokenizer, no torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LetterRenderer:
 
 
 class WeighedEngine(ScriptedEngine):
-    """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
+    """Its weights are the name of the file that it received; their checksum is a sum over the name."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
@@ -57,7 +57,7 @@ class WeighedEngine(ScriptedEngine):
 
 
 def completion(uid: str) -> list[int]:
-    """Tokens that the sample of this uid always says: lengths with a long tail, answers and verdicts by a coin."""
+    """Return the tokens that the sample with this uid always gets: lengths with a long tail, random answers and verdicts."""
     rng = random.Random(uid)
     is_verifier = uid.rpartition("/")[2].startswith("verifier")
     said = f"Verdict: {rng.choice(['correct', 'wrong'])}" if is_verifier else f"\\boxed{{{rng.choice('78')}}}"
@@ -66,7 +66,7 @@ def completion(uid: str) -> list[int]:
 
 
 def script(request: DecodeRequest) -> list[int]:
-    """The rest of it, wherever a request goes on."""
+    """Return the rest of it, wherever a request continues."""
     known = request.token_ids.tolist()[::-1].index(PROMPT_ENDS)
     return completion(request.uid)[known:]
 
@@ -81,7 +81,7 @@ YES, NO = (
 
 
 def answer_in(prompt: str) -> str:
-    """The answer that a model is asked to judge."""
+    """Return the answer that a model is asked to judge."""
     return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
@@ -94,7 +94,7 @@ def make_team(
     judge: Judge = judge,
     **more: Any,
 ) -> Team:
-    """These agents on one policy."""
+    """Build a team of these agents on one policy."""
     renderers = {"main": renderer or LetterRenderer()}
     return Team(agents, orchestration, renderers, {"main": pool}, WatchedJudge(judge), **more)
 
@@ -108,7 +108,7 @@ def letter_team(
     orchestration: str = "verifier_corrector",
     pool: EnginePool | None = None,
 ) -> tuple[Team, list[ScriptedEngine]]:
-    """The team, and the engines behind it, unless it has a pool of others."""
+    """Return the team, and its engines unless another pool is passed."""
     agents = {name: AgentConfig() for name in agent_names(orchestration)}
     engines: list[ScriptedEngine] = [
         WeighedEngine(script, tokens_per_step=tokens_per_step) for _ in range(config.engines)
@@ -128,17 +128,17 @@ def letter_config(**options: object) -> RolloutConfig:
 
 
 def set_team(stages: Stages, team: Team) -> None:
-    """Another team plays on."""
+    """Continue with another team."""
     stages.team = stages.player.team = team
 
 
 def completions(stages: Stages, *states: State) -> list[Completion]:
-    """Completions in one of these states, of asks that are not over."""
+    """Return the unfinished asks' completions in one of these states."""
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
-    """The next batch, by rounds of what has come. versions: of now; None: they are known."""
+    """Return the next batch, by rounds of arrived results. versions: current ones; None: known."""
     if versions is not None:
         stages.resume(versions)
     stages.want()
@@ -151,7 +151,7 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
 
 
 class Play:
-    """Stages with their engines, driven as a trainer would, without a thread. options: of letter_team."""
+    """Stages with their engines, driven as by a trainer, without a thread. options: of letter_team."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Play:
         self.stages.resume({"main": version})
 
     def train(self, steps: int, rounds_while_training: int = 3) -> list[tuple[Group, ...]]:
-        """The groups of so many batches, with new weights after each."""
+        """Return the groups of this many batches, with new weights after each."""
         trained = []
         for _ in range(steps):
             batch = next_batch(self.stages)
@@ -191,7 +191,7 @@ class Play:
 
 
 class Looker:
-    """In a tool pool's place, with what `found` says of a call. called: by the calls' ids."""
+    """Stands for a tool pool; `found` answers the calls. called: by the calls' ids."""
 
     def __init__(self, found: Callable[[ToolCall], ToolOutput]) -> None:
         self.found, self.called, self.threads = found, Counter[str](), ThreadPoolExecutor(4)
@@ -205,7 +205,7 @@ class Looker:
 
 
 def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
-    """Submissions from now on: their uids, and True where all are sent at once."""
+    """Record submissions from now on: their uids, and True if all are sent at once."""
     sent: list[tuple[list[str], bool]] = []
     submit = pool.submit
 
@@ -218,19 +218,23 @@ def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
 
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
-    """Groups that are trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
+    """Return the groups that are trained next, after a stage or after some steps of the engine with three tokens each; often
+    none.
+    """
     if stages.in_step:
         return next_batch(stages, versions).groups
     stages.resume(versions)
     stages.want()
     for _ in range(rng.randrange(1, 12)):
-        stages.advance(60.0)  # where only tools are under way it waits for one
+        stages.advance(60.0)  # if only tools are running, this waits for one
     batch = stages.take()
     return batch.groups if batch is not None else ()
 
 
 def assert_of_the_script(groups: Sequence[Group], size: int | None = 3) -> None:
-    """Whole groups of this size (None: any), every sample once, with what `completion` says of it, segment after segment."""
+    """Check for whole groups of this size (None: any), every sample once, with the text of `completion`, segment after
+    segment.
+    """
     uids = Counter(sample.uid for group in groups for sample in group.samples)
     assert max(uids.values()) == 1 and len({group.group_id for group in groups}) == len(groups)
     for group in groups:
@@ -247,7 +251,7 @@ def assert_of_the_script(groups: Sequence[Group], size: int | None = 3) -> None:
 
 
 def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sample:
-    """A completion without tokens that ended by itself."""
+    """Return a completion without tokens that ended by itself."""
     none = np.zeros(0, np.int32)
     made = Sample(
         uid, "r", "p", agent, "g", None, none, none, none.astype(bool), none.astype(np.float32), (Segment(0, 0, 0),),
@@ -257,7 +261,7 @@ def bare(uid: str, agent: str = "solver", text: str = "t", **changes: Any) -> Sa
 
 
 def sampled(uid: str, reward: float, *, agent: str = "solver", tokens: int = 3, **changes: Any) -> Sample:
-    """A completion of so many tokens on a prompt of two, of the instance and the group that its uid names (0/solver:1)."""
+    """Return a completion of this many tokens on a prompt of two, in the instance and group of its uid (0/solver:1)."""
     group = uid.rpartition(":")[0]
     made = bare(uid, agent, rollout_id=group.split("/")[0], group_id=group, reward=Reward(reward, reward))
     of_tokens = {

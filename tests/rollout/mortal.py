@@ -1,4 +1,4 @@
-"""Engines that can be lost, in this process: they die, hang, or take offence at one request."""
+"""Engines of this process that can fail: they die, hang, or fail at one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from marsrl.rollout.types import Finish
 
 @dataclass
 class Places:
-    """On the hosts there are."""
+    """Places for engines on the available hosts."""
 
     free: int = 0
 
@@ -25,11 +25,9 @@ class Places:
 class MortalReplicas(LocalReplicas):
     """Replicas that fail as Ray actors do.
 
-    deadly(request): the engine that gets this request dies once it has decoded something.
-    dead, hung: may be filled in at any time; a restart makes the replica whole. Time passes while one hangs.
-    seconds: of an engine that each result has taken.
-    places: for replicas that are made, which several may share; None: always one.
-    """
+    deadly(request): the engine that gets this request dies once it has decoded something. dead, hung: may be set at any time; a
+    restart repairs the replica. Time passes while one hangs. seconds: engine time of each result. places: for new replicas, may
+    be shared; None: always one."""
 
     can_restart = True
 
@@ -48,7 +46,7 @@ class MortalReplicas(LocalReplicas):
         self.deadly = deadly
         self.dead: set[int] = set()
         self.hung: set[int] = set()
-        self.doomed: set[int] = set()  # dead after their next step
+        self.doomed: set[int] = set()  # they die after their next step
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False
@@ -91,7 +89,7 @@ class MortalReplicas(LocalReplicas):
         super().abort([replica for replica in busy if not self._lost(replica)], adapter)
 
     def stop(self, replica: int) -> None:
-        """A place is free only where its host is not gone with it."""
+        """A place becomes free unless its host is gone too."""
         if self.places is not None and replica not in self.dead:
             self.places.free += 1
         self.dead.add(replica)

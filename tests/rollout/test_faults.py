@@ -1,4 +1,4 @@
-"""Engines that die, hang, or cannot stand one request: nothing is lost but time, and at worst one sample."""
+"""Engines that die, hang, or fail at one request: only time is lost, and at most one sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from marsrl.rollout.types import Finish
 
 
 def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: int = 0) -> list[DecodeResult]:
-    """Results in the order of the requests, sent all at once or as slots are free."""
+    """Return results in the order of the requests, sent all at once or as slots become free."""
     return generate(pool, requests, version, at_once=how == "at once")
 
 
@@ -41,7 +41,7 @@ def test_only_a_request_that_no_engine_survives_fails(how: str, count: int, atte
     assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last time alone
     faults = pool.take_faults()
     assert (faults.failed, faults.resubmitted) == (1, sum(map(len, replicas.had)) - 24)
-    assert all(map(is_whole, served(pool, asks(7), how)))  # and the pool serves on
+    assert all(map(is_whole, served(pool, asks(7), how)))  # the pool continues to serve
     served_before = [len(had) for had in replicas.had]
     assert all(map(is_whole, served(pool, asks(7), how)))
     assert sum(len(had) > before for had, before in zip(replicas.had, served_before, strict=True)) == count
@@ -80,7 +80,7 @@ def test_a_pool_fills_its_free_slots_and_then_has_no_room() -> None:
         assert [len(had) for had in replicas.had] == [3, 3]
     num_sent = 6 + len(ended)
     assert [each.finish for each in pool.drain()] == [Finish.UNFINISHED] * (12 - len(ended))  # a drain ends nothing
-    assert sum(map(len, replicas.had)) == num_sent  # nor begins it
+    assert sum(map(len, replicas.had)) == num_sent  # and starts nothing
     unlimited = MortalReplicas(2).pool()
     assert unlimited.num_slots is None and not unlimited.has_room
 
@@ -96,7 +96,7 @@ def test_a_place_for_a_lost_engine_is_sought_every_5_seconds() -> None:
         assert all(map(is_whole, served(pool, asks(9), "slots")))
         assert pool.engines == engines and not pool.is_whole and pool.generation not in generations
         generations.add(pool.generation)
-    assert replicas.now == 130.0  # a freed place may take 10 s to be seen; it is not waited for while engines decode
+    assert replicas.now == 130.0  # a freed place may take 10 s to appear; nothing waits for it while engines decode
     for now, free, engines in (
         (134.9, 1, [2]), (135.0, 0, [2]), (139.9, 1, [2]), (140.0, 1, [1, 2]), (145.0, 2, [0, 1, 2, 3])
     ):  # fmt: skip
@@ -121,7 +121,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
     replicas.hung.add(0)
     sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
-    scores, other = pool.score(sequences)  # the probe of a sync, too
+    scores, other = pool.score(sequences)  # also a sync's probe
     replicas.dead.add(0)
     for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):  # and a teacher's
         assert all(np.array_equal(one, each) for each in same)
@@ -196,7 +196,7 @@ def test_weights_that_nobody_can_send_again_end_the_run() -> None:
 
 
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
-    """The requests dealt out to these adapters, at these versions, and to none."""
+    """Return the requests for these adapters at these versions, and for none."""
     names = itertools.cycle(["", *versions])
     return [replace(each, adapter=name, adapter_version=versions.get(name, 0)) for each, name in zip(requests, names)]
 
@@ -221,7 +221,7 @@ def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: i
 @pytest.mark.parametrize("fault", ["dead", "hung"])
 @pytest.mark.parametrize("when", ["drained", "updated", "scored"])
 def test_an_engine_lost_in_an_adapter_update_loses_no_request(when: str, fault: str) -> None:
-    """Those of the other adapter are decoded again, and those of this one go on under its new version."""
+    """Requests of the other adapter are decoded again, and those of this one continue under its new version."""
     replicas = MortalReplicas(2, adapters=["a", "b"])
     pool = replicas.pool(slots=4)
     requests = of_adapters(asks(24), {"a": 0, "b": 0})
@@ -275,7 +275,7 @@ def test_an_engine_that_exceeds_the_request_deadline_is_lost(can_restart: bool) 
     replicas.now = 100.0
     pool.submit(asks(1), version=0)
     replicas.hung.add(0)
-    replicas.now = 109.6  # 0.4 s pass in each of these
+    replicas.now = 109.6  # each of these takes 0.4 s
     assert pool.collect(0.0) == [] == replicas.restarts
     if can_restart:
         assert pool.collect(0.0) == [] and replicas.restarts == [0]
@@ -299,7 +299,7 @@ def played(config: RolloutConfig, replicas: MortalReplicas) -> Play:
 
 
 class Unlucky(MortalReplicas):
-    """Every now and then an engine dies or hangs, by a coin of its own."""
+    """Now and then an engine dies or hangs, at random."""
 
     def __init__(self, count: int, seed: int, share: float, **options: Any) -> None:
         super().__init__(count, **options)
@@ -340,7 +340,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     assert_of_the_script(groups)
     for sample in (sample for group in groups for sample in group.samples):
         assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
-    if config.overlap == 0:  # then not even who is trained when
+    if config.overlap == 0:  # then not even the order of training changes
         lucky = played(config, MortalReplicas(config.engines))
         assert encode(groups) == encode([group for batch in lucky.train(8) for group in batch])
 
@@ -355,7 +355,7 @@ def test_a_sample_that_no_engine_survives_has_no_reward(name: str) -> None:
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
     assert "abandoned" in samples[culprit].reward.note
-    assert not any(sample.parent_uid == culprit for sample in samples.values())  # never picked
+    assert not any(sample.parent_uid == culprit for sample in samples.values())  # never selected
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)
 

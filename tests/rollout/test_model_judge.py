@@ -1,4 +1,4 @@
-"""A model as the judge, on a scripted engine: what it says, what it does not say, and what becomes of it in stages."""
+"""A model as the judge, on a scripted engine: its verdicts, missing verdicts, and their effect in stages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PERU = Problem("peru", "Capital of Peru?", "Lima", "qa")
 
 
 class Desk:
-    """A judge, what it was asked (answer, request), and the engine behind it. says(answer, how often it was asked before)."""
+    """A judge, its requests (answer, request), and its engine. says(answer, number of earlier requests for it)."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ Make = Callable[..., Desk]
 
 
 def by_answer(answer: str, before: int) -> str:
-    """Right is what has an L; a mumble is never read, a hesitation at the second time."""
+    """Answers with an L are right; a mumble is never readable, a hesitation is at the second request."""
     if answer == "mumble" or (answer == "hesitate" and not before):
         return "well, \x1b[31mcorrect: yes perhaps"
     return YES if "L" in answer or answer == "hesitate" else NO
@@ -88,7 +88,7 @@ def test_yes_is_1_no_is_0_unreadable_is_retried_then_missing(desk: Make) -> None
     assert len({r.seed for r in draws["mumble"]}) == 3 and draws["Rome"][0].max_new_tokens == 1024
     counts = judged.judge.take_counts("train")
     expected = {"calls": 4, "missing": 1, "yes": 2, "retries": 3, "cached": 0, "compared": 3, "agreed": 1}
-    assert {name: counts[f"judge/{name}"] for name in expected} == expected  # only Rome is what the task says, too
+    assert {name: counts[f"judge/{name}"] for name in expected} == expected  # the task agrees only about Rome
     assert counts["judge/input_tokens"] == sum(len(r.token_ids) for _, r in judged.asked)
     assert counts["judge/output_tokens"] > 0 and set(judged.judge.take_counts("train").values()) == {0.0}
 
@@ -101,7 +101,7 @@ def test_a_judge_is_read_after_its_thought_and_only_if_complete(desk: Make, tmp_
     assert long.is_missing and "cut off after 1024 tokens (judge.max_response_tokens)" in long.note
     write_byte_tokenizer(tmp_path)
     thinker = ChatRenderer(tmp_path)
-    thinker.tokenizer.chat_template += "<think>\n"  # the template begins the thought
+    thinker.tokenizer.chat_template += "<think>\n"  # the template opens the thought
     begun = desk(lambda answer, before: YES, renderer=thinker, retries=0)
     assert begun.rewards("a")[0].is_missing
 
@@ -116,13 +116,13 @@ def test_the_same_answer_to_the_same_question_is_judged_once(desk: Make) -> None
     train, evaluate = (judged.judge.take_counts(purpose) for purpose in ("train", "evaluate"))
     assert (train["judge/calls"], train["judge/cached"], train["judge/yes"]) == (4, 2, 4)
     assert (evaluate["judge/calls"], evaluate["judge/cached"], evaluate["judge/yes"]) == (1, 1, 1)
-    judged.rewards("Lima", "Rome")  # puts the one out that was used least lately
+    judged.rewards("Lima", "Rome")  # evicts the least recently used one
     judged.rewards("Lima", "Lima")
     assert len(judged.asked) == 3
     judged.rewards("Lima", problem=other)
     assert len(judged.asked) == 4
     mumbled = desk(by_answer, retries=0)
-    # that is not kept
+    # It is not cached.
     assert all(mumbled.rewards("mumble")[0].is_missing for _ in range(2)) and len(mumbled.asked) == 2
 
 
@@ -137,7 +137,7 @@ def test_long_answers_are_wrong_long_questions_have_no_reward(desk: Make) -> Non
 
 
 class Deaf(ScriptedEngine):
-    """Never answers, until it may."""
+    """Answers only when allowed to."""
 
     may_answer = threading.Event()
 
@@ -151,8 +151,8 @@ def test_a_late_judgement_is_missing_and_is_not_waited_for(desk: Make) -> None:
     assert reward.is_missing and "within judge.timeout_s = 0.2 s" in reward.note
     again = judged.judge.submit(PERU, "Lima", "train")
     Deaf.may_answer.set()
-    again.result(60)  # by the request of its own, or too late as well on a machine that is busy
-    judged.judge.sleep()  # what was given up comes back, and is not listened to
+    again.result(60)  # by its own request, or too late as well on a busy machine
+    judged.judge.sleep()  # aborted requests come back and are ignored
     counts = judged.judge.take_counts("train")
     assert counts["judge/calls"] == counts["judge/missing"] + counts["judge/yes"] == 2 and counts["judge/missing"] >= 1
     assert judged.judge.pool.num_under_way == 0

@@ -1,4 +1,4 @@
-"""A completion's life, step by step, by results made up by hand; and an evaluation, which is as long as its longest episode."""
+"""A completion's life, step by step, with results made up by hand; evaluations, which take as long as their longest episode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = {"main": 3}
 
 
 class Hand:
-    """In a pool's place: keeps what is sent, and a test makes up the results."""
+    """Stands for a pool: records requests, and a test makes up the results."""
 
     def __init__(self) -> None:
         self.sent: dict[str, DecodeRequest] = {}
@@ -55,7 +55,7 @@ class Hand:
 
 
 def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
-    """Stages that overlap, in which nothing has begun. questions: of the problems; an answer is 7."""
+    """Return stages with overlap, before anything has begun. questions: of the problems; 7 is an answer."""
     config = letter_config(**options)
 
     def question(number: int) -> Problem:
@@ -66,13 +66,13 @@ def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
 
 
 def sent(stages: Stages) -> dict[str, DecodeRequest]:
-    """Requests that engines have."""
+    """Return the requests that engines have."""
     stages.player.submit()
     return stages.team.pools["main"].sent  # type: ignore[attr-defined, no-any-return]
 
 
 def begun(stages: Stages) -> list[OpenAsk]:
-    """The first stage begins: its asks."""
+    """Begin the first stage, and return its asks."""
     stages.resume(VERSION)
     stages.want()
     return [*stages.state.open.values()]
@@ -86,7 +86,7 @@ def answer(each: Completion, tokens: int | str, finish: Finish = Finish.STOP, **
 def says(
     stages: Stages, each: Completion, tokens: int | str, finish: Finish = Finish.STOP, **more: Any
 ) -> Sample | None:
-    """The completion gets this segment; its sample, once it is over."""
+    """Give the completion this segment; return its sample once it is over."""
     del sent(stages)[each.uid]
     stages.absorb([answer(each, tokens, finish, **more)])
     return each.sample if each.state is State.OVER else None
@@ -98,7 +98,7 @@ def groups(stages: Stages) -> list[Group]:
 
 
 def counts(stages: Stages) -> Counter[str]:
-    """All metrics so far."""
+    """Return all metrics so far."""
     total = Counter(stages.player.counts)
     for batch in stages.state.ready:
         total.update(batch.metrics)
@@ -125,7 +125,7 @@ def test_a_long_prompt_is_counted_and_cut_if_configured(
         asks = begun(stages)
         prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)
-        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # of others nothing goes on
+        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # others do not continue
         found, drawn = counts(stages), 3 if opened else 3 * (1 + bool(stages.state.num_batches))
         names = ("prompts_cut", "prompts_too_long", "failed_episodes")
         assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]
@@ -154,7 +154,7 @@ def test_unreadable_outputs_are_penalised_if_configured() -> None:
 
 
 def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
-    # 48 tokens at most, the penalty from 38 on: by the length alone, whatever the answer and however it ended
+    # At most 48 tokens, with a penalty from 38 on, by length alone, whatever the answer and the reason for the end.
     def reward(own: dict[str, Any], said: str, finish: Finish = Finish.STOP, **options: Any) -> Reward:
         stages = stages_of(**options)
         solver = AgentConfig.model_validate(own)
@@ -171,7 +171,7 @@ def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
     assert reward(own, said(43)) == Reward(0.5, 1.0, {"overlong": -0.5})
     assert reward(own, "." * 48, Finish.LENGTH) == Reward(-1.0, 0.0, {"overlong": -1.0}, note="overlong")
     assert reward({"overlong": {"buffer": 10, "penalty": 0.2}}, said(43)).value == pytest.approx(0.9)
-    # the agent's own limit, and a penalty for its form besides
+    # The agent's own limit, and an additional penalty for its form.
     cut = reward({**own, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
     assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
     carried_over = reward(
@@ -249,7 +249,9 @@ PER_STEP = 3
 def play(
     numbers: Sequence[int], most_open: int | None = None
 ) -> tuple[list[Played], list[tuple[int, int, int, str]], int]:
-    """These episodes as they end, what progress is told, and the steps that the engine took, each a second of the clock."""
+    """Play these episodes. Return them as they end, the reported progress, and the engine's steps, one second of the clock
+    each.
+    """
     team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
     collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int, str]](), 0
 
@@ -266,7 +268,7 @@ def play(
     problem = Problem("p", "question", "7", "math")
     play.add([Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in numbers], seed=0)
     play.finish()
-    assert sorted(each.episode.id for each in ended) == sorted(f"e{i}" for i in numbers)  # told once
+    assert sorted(each.episode.id for each in ended) == sorted(f"e{i}" for i in numbers)  # reported once
     for each in ended:
         assert each.episode.is_at_its_end
         assert {sample.uid for sample in each.samples} == {f"{ask}:0" for ask in each.episode.answers}

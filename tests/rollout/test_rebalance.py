@@ -1,4 +1,4 @@
-"""Engines that move between policies: when, where to, and that they come back with nothing but the other policy's weights."""
+"""Engines that move between policies: when, where to, and with only the other policy's weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_an_engine_moves_if_loads_differ_twofold_and_it_helps() -> None:
     assert "big worked 30.0 s" in move.why
     for big, small, moves in (
         ((2, 30.0), (2, 30.0), False),
-        ((1, 20.0), (3, 30.0), False),  # twice, no more
+        ((1, 20.0), (3, 30.0), False),  # twice as much, not more
         ((1, 20.1), (3, 30.0), True),
-        ((1, 30.0), (1, 1.0), False),  # its last
-        ((1, 1.0), (2, 0.0), False),  # next to nothing was done
+        ((1, 30.0), (1, 1.0), False),  # its last engine
+        ((1, 1.0), (2, 0.0), False),  # nearly no work was done
         ((1, 1.1), (2, 0.0), True),
-        ((2, 84.0), (2, 40.0), False),  # 42 and 20 s: 28 and 40 after it are no gain
-        ((9, 90.0), (2, 2.0), False),  # 10 s: 9 after it are a tenth less, no more
+        ((2, 84.0), (2, 40.0), False),  # 42 and 20 s; 28 and 40 after the move gain nothing
+        ((9, 90.0), (2, 2.0), False),  # 10 s; 9 after the move are only a tenth less
         ((8, 80.0), (2, 2.0), True),
     ):
         assert (wanted(policies(big=(*big, GPU), small=(*small, GPU))) is not None) == moves, (big, small)
@@ -46,7 +46,7 @@ def test_engines_of_another_size_move_only_where_they_fit() -> None:
 
 
 class Stages:
-    """Two policies on four places; in `play` each engine of a policy works for so long."""
+    """Two policies on four places; in `play` each engine of a policy works this long."""
 
     def __init__(self) -> None:
         self.replicas = {"solver": MortalReplicas(1), "verifier": MortalReplicas(3)}
@@ -71,14 +71,14 @@ class Stages:
 def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     stages = Stages()
     stages.play(solver=9.0, verifier=3.0)
-    assert not stages.rebalancer.is_due  # once is no habit
+    assert not stages.rebalancer.is_due  # one step is not enough
     stages.play(solver=3.0, verifier=3.0)
     stages.play(solver=9.0, verifier=3.0)
-    assert not stages.rebalancer.is_due  # nor is now and then
+    assert not stages.rebalancer.is_due  # nor are occasional ones
     assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
-    for broken in (["solver"], ["solver", "verifier"]):  # its giver gets it back, at once or when it can
+    for broken in (["solver"], ["solver", "verifier"]):  # the giver gets it back, at once or when it can
         for name in broken:
             stages.replicas[name].is_beyond_repair = True
         stages.rebalancer.move()
@@ -97,4 +97,4 @@ def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     assert all(stages.replicas["solver"].had) and not stages.rebalancer.is_due
     stages.play(solver=9.0, verifier=1.0)
     stages.play(solver=1.0, verifier=9.0)
-    assert not stages.rebalancer.is_due  # the way back is another move
+    assert not stages.rebalancer.is_due  # the way back is a separate move

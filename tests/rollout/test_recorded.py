@@ -1,7 +1,6 @@
-"""What the local engine records of its draws, kept tokens and experts, reaches the learner, over segments too.
+"""What the local engine records of its draws, kept tokens and experts reaches the learner, also over segments.
 
-Trained agents with top_p or top_k have the rollout's log-probs there; router replay R3 forces the experts of decoding.
-"""
+With top_p or top_k, trained agents have the rollout's log-probs; router replay R3 forces the recorded experts."""
 
 from __future__ import annotations
 
@@ -40,13 +39,13 @@ from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.models.init_model import SMALL, init_model
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
-MOST = 12  # tokens kept at a place
+MOST = 12  # maximum tokens kept at a position
 CUT = {"temperature": 0.8, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sure enough of itself that top_p leaves a few of 320 tokens, and more than MOST at some places."""
+    """Confident enough that top_p keeps a few of 320 tokens, and more than MOST at some positions."""
     torch.set_num_threads(1)
     shape = replace(SMALL, num_layers=LAYERS, vocab_size=320, num_experts=EXPERTS, experts_per_token=TOP_K)
     made = init_model(shape, "bytes", tmp_path_factory.mktemp("made") / "model")
@@ -77,14 +76,14 @@ def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None =
 
 
 def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
-    """[tokens, layers, K] of a plain prefill."""
+    """Return [tokens, layers, K] of a plain prefill."""
     (result,) = decoded(engine, [request("0", tokens, 1)], version=version)
     assert result.routed_experts is not None
     return result.routed_experts
 
 
 def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **solver: Any) -> list[Sample]:
-    """The Solver's samples of one step; the other weights arrive after the first of their segments, as does a checkpoint."""
+    """Return the Solver's samples of one step; the other weights arrive after their first segment, as does a checkpoint."""
     config = RolloutConfig.model_validate(
         {"engine": "local", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 24, "segments": segments}
     )
@@ -114,7 +113,7 @@ def train_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
 
 
 def learner_of(model: Path, **options: Any) -> Learner:
-    """One whose updates leave the weights as they are."""
+    """Return a learner whose updates leave the weights unchanged."""
     given = {"old_policy": "sais", "router_replay": "rollout", "optimizer": OptimizerConfig(lr=0.0), **options}
     return learner(model, objective=PolicyObjective(clip_low=0.01, clip_high=0.01), **given)
 
@@ -126,7 +125,7 @@ def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepSta
 
 
 def test_the_engine_records_kept_tokens_and_a_prefill_s_experts(model: Path) -> None:
-    engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join on the way
+    engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join meanwhile
     asks = [
         request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), None if i == 3 else 0,
                 top_p=(1.0, 0.9, 0.6)[i % 3], records_kept=i != 4)
@@ -168,7 +167,7 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
 
 def test_trainer_and_rollout_agree_only_with_the_record(model: Path) -> None:
     samples = played(engine_of(model))
-    # 0.9 of the bound's
+    # 0.9 of the bound's value.
     assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
     sequences = train_sequences(samples)
     stats = step(model, sequences)
@@ -188,14 +187,14 @@ def test_each_segment_keeps_the_record_of_its_own_weights(model: Path, other: Pa
         assert (first.version, second.version) == (0, 1) and (first.end, second.end) == (12, 24)
         assert sample.routed_experts is not None and sample.kept_tokens is not None
         fed = np.concatenate([sample.prompt_ids, sample.token_ids])[:-1]
-        cut = len(sample.prompt_ids) + first.end - 1  # the last token of the first segment is fed by the second version
+        cut = len(sample.prompt_ids) + first.end - 1  # the second version feeds the first segment's last token
         old, new = chosen(before, fed), chosen(engine, fed, version=1)
         assert sample.routed_experts.shape == old.shape
         np.testing.assert_array_equal(np.sort(sample.routed_experts[:cut]), np.sort(old[:cut]))
         np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
         assert len(sample.kept_tokens.counts) == 24 and (sample.kept_tokens.counts > 0).all()
-    assert differ > 20  # the two versions choose differently, so the record could have been of either
+    assert differ > 20  # the versions choose differently, so the record is of one of them
     for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
         sequences = train_sequences(samples)
         (batch,) = micro_batches(sequences, 1)

@@ -1,4 +1,4 @@
-"""Stages on scripted letters: what is sent where and told, what holds in whatever order samples end, how their thread fails."""
+"""Stages on scripted letters: what is sent and reported, invariants for any order of arrival, and failures of their thread."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def test_a_completion_without_end_is_cut_off_at_its_length() -> None:
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
 def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn: int) -> None:
     play = Play(letter_config(overlap=0, segments=4, max_unfinished=most), script=endless)
-    play.train(2, rounds_while_training=0)  # 2 groups of 3 are on their way when the second stage begins
+    play.train(2, rounds_while_training=0)  # 2 groups of 3 are pending when the second stage begins
     assert play.stages.state.num_instances == drawn
 
 
 @pytest.mark.parametrize(("segments", "trains_whole", "oldest"), [(1, False, 0), (4, False, 3), (1, True, 4)])
 def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_whole: bool, oldest: int) -> None:
-    """In versions, without overlap: of five agents' calls each is a step after the one before it."""
+    """In versions, without overlap: each of five agents' calls is one step after the previous one."""
     play, found = Play(letter_config(overlap=0, segments=segments)), list[int]()
     play.stages.trains_whole = trains_whole
     for version in range(12):
@@ -135,13 +135,12 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
-    """Up to each checkpoint and after it, all is trained that one run trains: nothing twice, nothing lost, in whatever order
-    samples end."""
+    """Before and after each checkpoint, exactly what one run trains is trained, in any order of arrival."""
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)
         kept = again.stages.snapshot()
-        again.train(1)  # lost: the process is killed here. What was kept stays as it was
+        again.train(1)  # lost: the process is killed here; the saved state stays
         again = Play(CONFIGS[name], version=2 * life + 2, state=decode(RolloutState, encode(kept)))
     trained += again.train(2)
     groups = [g for batch in trained for g in batch]
@@ -149,7 +148,7 @@ def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     assert len(groups) > 12
     assert_of_the_script(groups, 3 if CONFIGS[name].group_completion == "wait" else None)
     assert all([g.group_id for g in batch] == sorted(g.group_id for g in batch) for batch in trained)
-    # every problem drawn is trained, or waits somewhere: each of them in one place
+    # Every drawn problem is trained or waits, in exactly one place.
     waiting = [g for batch in books.ready for g in batch.groups] + books.closed
     solver = [g.rollout_id for g in [*groups, *waiting] if g.agent == "solver"]
     solver += [each.ask.episode_id for each in books.open.values() if each.ask.agent == "solver"]
@@ -164,7 +163,7 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
     for step in range(1, 5):
         taken = next_batch(play.stages)
         assert min(g.rollout_id for g in taken.groups if g.agent == "solver") == f"{2 * step - 1:06d}"  # the oldest
-        for _ in range(200):  # a trainer that is very slow
+        for _ in range(200):  # a very slow trainer
             play.stages.advance(0.0)
         books = play.stages.state
         assert books.num_taken == step and len(books.ready) == overlap
@@ -199,6 +198,6 @@ def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
     play.stages.advance(0.0)
     assert not completions(play.stages, State.JUDGING)
     assert {g.agent for g in next_batch(play.stages).groups} == {"solver"}
-    again = Play(letter_config(), state=state, judge=slow)  # what was decoded is judged again, and not decoded again
+    again = Play(letter_config(), state=state, judge=slow)  # decoded samples are judged again, not decoded again
     assert len(asked) == 2 * len(completions(again.stages, State.JUDGING)) > 6
     assert again.engines[0].num_decoded() == 0 and not completions(again.stages, State.DUE, State.DECODING)

@@ -1,4 +1,4 @@
-"""Samples that wait: for a tool, for another agent, for the next turn. The same completions whoever plays them."""
+"""Samples that wait for a tool, another agent or the next turn: the same completions for any schedule."""
 
 from __future__ import annotations
 
@@ -83,20 +83,20 @@ class Seeker(Orchestration):
 
 
 def looker() -> Looker:
-    """A tool that says its word twice."""
+    """A tool that repeats the word."""
     return Looker(lambda call: ToolOutput(call.arguments.split('"')[3] * 2))
 
 
 EVEN = ("a<look>ab</look>", "c more", "e=7")
 ODD = ("b<ask>cd</ask>", "d<look>q</look>", "f=8")
-ENDED = {  # each of these episodes, whole
+ENDED = {  # each of these complete episodes
     0: "a<look>ab</look>[abab]c more|go on\ne=7",
     1: "b<ask>cd</ask>(help!!!)d<look>q</look>[qq]f=8",
 }
 
 
 def script(request: DecodeRequest) -> list[int]:
-    """Next tokens of a completion, told by what is there of it."""
+    """Return a completion's next tokens, given its tokens so far."""
     known = LetterRenderer().decode(request.token_ids).rpartition("\xff")[2]
     if "/helper" in request.uid:
         return [*map(ord, "help!!!"[len(known) :]), END]
@@ -109,7 +109,7 @@ def script(request: DecodeRequest) -> list[int]:
 
 
 class Renderer(LetterRenderer):
-    """Letters as they are, so that what is there of a completion can be read."""
+    """Keeps letters unchanged, so that a completion's tokens can be read."""
 
     def render(self, messages: Sequence[Message], tools: object = (), **options: bool | str) -> tuple[np.ndarray, str]:
         text = "".join(message.content for message in messages)
@@ -140,7 +140,7 @@ def number_of(sample: Sample) -> int:
 
 
 def is_right(sample: Sample) -> bool:
-    """Is it what it says in every case, with what is not its own marked?"""
+    """Return True for the expected text with foreign tokens marked."""
     if sample.agent == "helper":
         return sample.text == "help!!!" and bool(sample.is_sampled.all())
     foreign = "".join(chr(t) for t, own in zip(sample.token_ids, sample.is_sampled, strict=True) if not own)
@@ -164,7 +164,7 @@ def is_right(sample: Sample) -> bool:
     [
         {"pipeline": "agentic"},
         {"overlap": 2, "pipeline": "trajectory"},
-        {"segments": 40},  # 5 tokens a stage: marks are cut in two
+        {"segments": 40},  # 5 tokens a stage: marks are split
         {"overlap": 1},
         {"overlap": 1, "segments": 40},
     ],
@@ -191,12 +191,12 @@ def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
         snapshot = stages.snapshot()
         assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
         num_kept, num_open = num_kept + len(kept), num_open + len(is_open)
-        groups_of_a_while(stages, VERSIONS, lives)  # lost: what was kept stays as it was
+        groups_of_a_while(stages, VERSIONS, lives)  # lost: the saved state stays
         known = decode(RolloutState, encode(snapshot))
     assert len(trained) >= 12 and set(trained.values()) == {1}
     assert {uid.rpartition("/")[2][:6] for uid in trained} == {"solver", "helper"}
-    is_cut = config.overlap or config.segments > 1  # else no episode is open at the end of a step
-    assert bool(num_kept) == bool(is_cut) and (num_open or not config.overlap)  # it was cut in the midst of both
+    is_cut = config.overlap or config.segments > 1  # otherwise no episode is open at the end of a step
+    assert bool(num_kept) == bool(is_cut) and (num_open or not config.overlap)  # it was cut in the middle of both
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -239,9 +239,9 @@ def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, fini
     ("prompt", "runs", "turn", "in_thought"),
     [
         ("<think>", ["ab"], "ab", True),
-        ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # a pause in the midst of a thought
-        ("<think>", ["a", "[</think>]", "b"], "b", True),  # a stranger ends no thought
-        ("", ["a", "[<think>]", "b"], "b", False),  # and begins none
+        ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # a pause in the middle of a thought
+        ("<think>", ["a", "[</think>]", "b"], "b", True),  # a foreign text ends no thought
+        ("", ["a", "[<think>]", "b"], "b", False),  # and opens none
         ("<think>", ["a</think>b\x01", "|next\n<think>\n", "c"], "c", True),  # the next turn begins as the messages say
         ("<think>", ["a\x01", "|next\n", "c"], "c", False),  # a turn that ended within its thought
         ("", ["a", "[x]"], "", False),
@@ -250,7 +250,7 @@ def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, fini
 def test_where_a_turn_begins_and_whether_within_a_thought(
     prompt: str, runs: list[str], turn: str, in_thought: bool
 ) -> None:
-    """runs: its own words, a stranger's, its own, and so on; \x01 ends a turn."""
+    """runs: own tokens, foreign ones, own ones, and so on; \x01 ends a turn."""
     completion = Completion()
     for place, words in enumerate(runs):
         ids = np.asarray([*map(ord, words)], np.int32)
@@ -264,7 +264,7 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
 
 
 class Twice(Seeker):
-    """It looks up twice."""
+    """The Solver looks up twice."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]
@@ -284,7 +284,7 @@ class Twice(Seeker):
 
 
 def test_outputs_are_awaited_together_if_there_is_no_overlap() -> None:
-    """Else what an engine has at once would be the clock's, and no run would equal another."""
+    """Otherwise the outputs that an engine has would depend on timing, and runs would not be reproducible."""
 
     def found(call: ToolCall) -> ToolOutput:
         time.sleep(0.02 * tools.called.total())  # each call takes longer than the last
@@ -304,7 +304,7 @@ def test_outputs_are_awaited_together_if_there_is_no_overlap() -> None:
 
 
 class Together(Twice):
-    """The samples of a problem are of one episode."""
+    """A problem's samples belong to one episode."""
 
     is_one_episode = True
 
@@ -313,7 +313,7 @@ class Together(Twice):
 
 
 def test_a_sample_goes_on_while_another_of_its_episode_waits() -> None:
-    first, second = "000002/solver:0", "000002/solver:1"  # the script of an even number looks things up
+    first, second = "000002/solver:0", "000002/solver:1"  # with an even number, the script looks things up
 
     def asked() -> list[str]:
         return [uid for uids, _ in sent for uid in uids if uid in (first, second)]

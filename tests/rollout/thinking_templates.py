@@ -1,4 +1,4 @@
-"""Chat templates that look into contents as published ones do, and a tokenizer with their control words."""
+"""Chat templates that inspect contents as published ones do, and a tokenizer with their control words."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ TRIM = """{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\\n\\n' + t
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 TEMPLATES = {
     "qwen3": QWEN3.replace("CONTENT", "turn.content"),
-    # as Qwen3.5's and GLM-4.5's, which read a content by a macro
+    # As in Qwen3.5 and GLM-4.5, which read a content by a macro.
     "macro": "{% macro shown(content) %}{{ content }}{% endmacro %}"
     + QWEN3.replace("CONTENT", "shown(turn.content) | trim"),
     "r1": R1,
@@ -72,7 +72,7 @@ TEMPLATES = {
 
 
 def renderer_of(template: str, folder: Path, tokens: Sequence[AddedToken] = ()) -> ChatRenderer:
-    """A token is a byte; control words are those of Qwen3, R1's beside them."""
+    """A token is a byte; control words are Qwen3's and R1's."""
     write_byte_tokenizer(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     words = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

@@ -1,4 +1,4 @@
-"""The studies' own modules, by the bare names by which they import each other."""
+"""Make the studies' modules importable by the bare names that they use among themselves."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The evidence page: every arm is accepted, a result is kept with its commit, and the page says what the results say."""
+"""The evidence page: every arm is accepted, a result is stored with its commit, and the page shows the stored results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
     for arm, config in configs.items():
         assert [other for other in configs if configs[other] == config] == [arm]
         assert {*study.agents, *study.evaluated} <= set(config.agents)
-        assert {policy.dtype for policy in config.policies.values()} == {"float32"}  # not the default of a lost base
+        assert {policy.dtype for policy in config.policies.values()} == {
+            "float32"
+        }  # not the default of an overridden preset
 
 
 def test_claims_and_arms_that_are_run_correspond() -> None:
@@ -126,4 +128,4 @@ def test_the_page_is_made_of_the_results_that_are_there() -> None:
     changed = {**results, key: replace(results[key], found={"system": 0.123})}
     section = evidence_page.page(text, changed).partition(f"## {masking}")[2].partition("## ")[0]
     assert evidence_page.table(evidence_page.CLAIMS[masking], changed) in section
-    assert "**Seen**" not in section  # said of other numbers
+    assert "**Seen**" not in section  # written about other numbers

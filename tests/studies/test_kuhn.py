@@ -1,4 +1,4 @@
-"""Kuhn poker: exact exploitability, and an environment that plays by the same tree."""
+"""Kuhn poker: exact exploitability, and an environment that plays the same tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kuhn import DEALS, POINTS, Kuhn, average, chat, exploitability, payoff, val
 
 
 def equilibrium(bluff: float) -> dict[tuple[int, str], float]:
-    """The known family: the first player bets 1 with this probability, 3 three times as often."""
+    """Return the known family of equilibria: the first player bets 1 with this probability, and 3 three times as often."""
     first = {(1, ""): bluff, (2, ""): 0.0, (3, ""): 3 * bluff, (1, "01"): 0.0, (2, "01"): bluff + 1 / 3, (3, "01"): 1.0}
     second = {(1, "0"): 1 / 3, (2, "0"): 0.0, (3, "0"): 1.0, (1, "1"): 0.0, (2, "1"): 1 / 3, (3, "1"): 1.0}
     return first | second
@@ -28,7 +28,7 @@ def test_no_response_gains_in_an_equilibrium(bluff: float) -> None:
 
 
 def test_an_average_plays_like_a_policy_drawn_before_the_game() -> None:
-    """Only the first player is drawn: a payoff is linear in one player's plan."""
+    """Only the first player is sampled: a payoff is linear in one player's plan."""
     both = [equilibrium(1 / 3) | {(2, ""): 0.9, (2, "01"): 0.8}, equilibrium(0.0) | {(2, "01"): 0.1}]
     second = {point: 0.4 for point in POINTS if len(point[1]) % 2}
     for deal in DEALS:

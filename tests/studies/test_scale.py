@@ -1,4 +1,4 @@
-"""The work of rank 0 for a step on a simulated cluster grows no faster than its samples, counted in calls and bytes."""
+"""Rank 0's work per step on a simulated cluster grows no faster than its samples, counted in calls and bytes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ print(json.dumps(found))
 
 
 def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """What is measured with so many problems a step, tokens that one of a completion stands for, and rollout.overlap."""
+    """Return the measurement with this many problems a step, tokens that one token of a completion stands for, and
+    rollout.overlap.
+    """
     done = call(json.dumps(cases), code=MEASURED)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -41,7 +43,7 @@ def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
 
 
 def test_work_per_sample_does_not_grow_with_problems() -> None:
-    """Steps vary in size, and samples in length: not exactly as much. The first case pays for imports."""
+    """Steps vary in size, and samples in length, so the work is not exactly equal. The first case pays for imports."""
     _, small, large = measure((1, 64, 0), (2, 64, 1), (8, 64, 1))
     assert large["played"] > 3.5 * small["played"] and large["samples"] > 2 * small["samples"]
     for parts, of in (

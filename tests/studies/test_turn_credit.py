@@ -1,4 +1,4 @@
-"""Expected gradients of a toy of two turns, exact: credit by turn is unbiased, and published estimators are not."""
+"""Exact expected gradients of a toy of two turns: credit by turn is unbiased, and published estimators are not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def in_one_sample(sample: Sample) -> list[Sample]:
 
 
 def of_a_team(sample: Sample) -> list[Sample]:
-    """A sample that waited, of a team that no program plays."""
+    """Return a sample that waited, of a native team."""
     return [replace(sample, turns=())]
 
 
 def in_two_samples(sample: Sample) -> list[Sample]:
-    """The program begins a new sample with its second call."""
+    """Return two samples: the program's second call begins a new one."""
     first = replace(sample, turns=sample.turns[:1], reward=replace(sample.reward, turns=sample.reward.turns[:1]))
     if len(sample.turns) == 1:
         return [first]
@@ -37,7 +37,7 @@ def in_two_samples(sample: Sample) -> list[Sample]:
 
 
 def by_credit(split: Any, normalise: Any) -> Estimator:
-    """Advantages by `credit` of the whole trainer."""
+    """Return the trainer's own advantages."""
 
     def estimate(sessions: Any) -> list[list[float]]:
         group = samples_of(sessions)
@@ -82,7 +82,7 @@ def test_the_study_prints_every_estimator(capsys: pytest.CaptureFixture[str]) ->
     turn_credit.table()
     lines = capsys.readouterr().out.splitlines()
     assert [line[:26].strip() for line in lines[1:-1]] == list(ESTIMATORS)
-    # (8 / 7) (m + (6 - m) / 64) with m turns to go, over 6 (8 / 7)
+    # (8 / 7) (m + (6 - m) / 64) with m turns to go, divided by 6 (8 / 7).
     expected = sum(m + (6 - m) / 64 for m in range(1, 7)) / 36
     assert lines[-1].endswith(f"leave-one-out {expected:.2f}")
     assert lines[2].split()[1:] == ["1.00,", "1.00", "1.00,", "1.00", "0.067,", "0.066"]

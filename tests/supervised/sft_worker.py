@@ -1,4 +1,4 @@
-"""A job of two ranks: `marsrl sft` with these words in a folder. See test_sft."""
+"""A job of two ranks: `marsrl sft` with these arguments in a folder. See test_sft."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from marsrl.commands import cli
 
 
 def job(folder: str, words: list[str]) -> int:
-    """Its exit code; each rank's words go to a file."""
+    """Return its exit code; each rank's output goes to a file."""
     os.chdir(folder)
     with open(f"said_{os.environ['RANK']}", "w") as said, redirect_stdout(said):
         return cli.main(["sft", *words])

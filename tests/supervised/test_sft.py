@@ -1,4 +1,4 @@
-"""`marsrl sft` from the command line to the model that a run starts from; lines of data.demonstrations as what it imitates."""
+"""`marsrl sft` from the command line to a model that a run can start from, and the reading of data.demonstrations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def losses(run: Path) -> dict[int, dict[str, float | None]]:
 
 
 def cross_entropy(model_dir: Path, lines: list[str]) -> float:
-    """Of the completions, the end token included, by transformers."""
+    """Return the cross-entropy of the completions, including the end token, by transformers."""
     from transformers import AutoModelForCausalLM
 
     model, renderer = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), ChatRenderer(model_dir)
@@ -69,7 +69,7 @@ def cross_entropy(model_dir: Path, lines: list[str]) -> float:
 
 
 def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> None:
-    """Over one batch of all lines: the loss of the step is that of transformers."""
+    """One batch of all lines: the step's loss is transformers'."""
     one = ["sft.batch=16", "sft.epochs=1", "sft.held_out=0", "sft.lr=0", "run.name=still"]
     assert cli.main(["sft", *words, *one]) == 0
     expected = cross_entropy(Path("model"), Path("demos.jsonl").read_text().splitlines())
@@ -86,7 +86,7 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     assert out.count("policies.main.model=runs/whole/hf") == 1
     assert out[1] == "a turn of policies.main ends with <|im_end|> (258), as the chat template writes"
     rows = losses(Path("runs/whole"))
-    assert list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
+    assert list(rows) == list(range(10))  # 12 of 16 lines, 4 a step, 3 epochs
     held_out = {step: row["sft/held_out/loss"] for step, row in rows.items() if "sft/held_out/loss" in row}
     assert list(held_out) == [0, 3, 6, 9]
     for first, last in ((held_out[0], held_out[9]), (rows[1]["sft/loss"], rows[9]["sft/loss"])):
@@ -105,9 +105,9 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     assert losses(Path("runs/killed")) == rows
     assert "differs from" not in capsys.readouterr().out
-    assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # it is done
+    assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # it has finished
     out = capsys.readouterr().out
-    assert "policies.main.model=runs/killed/hf" in out  # and says where the model is
+    assert "policies.main.model=runs/killed/hf" in out  # and prints where the model is
     assert "differs from runs/killed/config.yaml: policies.main.optimizer.grad_clip 1.0 -> 0.5\n" in out
 
 
@@ -122,7 +122,9 @@ def test_training_stops_when_held_out_lines_are_learned(words: list[str]) -> Non
     assert losses(Path("runs/short")) == {step: row for step, row in whole.items() if step <= 6}
     stopped = load_file("runs/short/hf/model.safetensors")
     shutil.rmtree("runs/short/hf")
-    assert cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0  # it was killed before its model
+    assert (
+        cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0
+    )  # it was killed before it wrote its model
     assert list(losses(Path("runs/short"))) == list(range(7))
     again = load_file("runs/short/hf/model.safetensors")
     assert all(torch.equal(stopped[name], again[name]) for name in stopped)
@@ -286,7 +288,7 @@ def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer
 def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     kind: str, read: Read, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """Left out of turns that an answer followed; only the last turn, with its thought, is imitated."""
+    """They are left out of turns that an answer followed; only the last turn is trained, with its thought."""
     thinks = renderer_of(TEMPLATES[kind], tmp_path / kind)
     thought, ask = "<think>\nI add.\n</think>\n\n", CHAT[-1]
     chat = [ask, {"role": "assistant", "content": f"{thought}4"}, {"role": "user", "content": "and 5?"}]
@@ -295,7 +297,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(tmp_path / kind))
     given = {"add_generation_prompt": True, "return_dict": False}
     assert line.sequence.prompt_ids.tolist() == tokenizer.apply_chat_template(chat, **given)
-    # R1's template opens the thought, which is not opened twice
+    # R1's template opens the thought, which must not be opened twice.
     expected = f"{thought}9".removeprefix("<think>\n" if kind == "r1" else "")
     assert thinks.decode(line.sequence.token_ids) == expected
     assert thinks.encode_trusted("</think>")[0] in line.sequence.token_ids
@@ -308,7 +310,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
 
 
 def test_the_options_of_the_agents_template_hold(read: Read) -> None:
-    """A chat of an agent is rendered as the agent's are; its policy is the agent's."""
+    """A chat with an agent is rendered as the agent's chats are, for the agent's policy."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
     words = (*policies, "agents={corrector1: {policy: a}, verifier2: {policy: b}, corrector2: {policy: a}}")
     said = [*CHAT, {"role": "assistant", "content": "4"}]

@@ -1,4 +1,4 @@
-"""Which policies are warm-started, by which tutor, and what is cached of it."""
+"""Which policies are warm-started, by which tutor, and what is cached."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_team_with_a_tutor_has_its_own_warm_start() -> None:
 def test_a_team_without_a_tutor_needs_models(word: str) -> None:
     config = searching(word)
     assert tutor_of(config) is None
-    if word.startswith("agents"):  # others are refused for other reasons before
+    if word.startswith("agents"):  # others are refused earlier for other reasons
         with pytest.raises(
             ValueError, match=r"main.model is not set, and this team has no .*, or task=arithmetic, preset="
         ):
@@ -77,7 +77,7 @@ def test_a_team_without_a_tutor_needs_models(word: str) -> None:
 
 
 def found_for(words: list[str]) -> tuple[Path, str]:
-    """The default run's warm start with these settings, and what the console says of it."""
+    """Return the default run's warm start with these settings, and the console's output about it."""
     said = io.StringIO()
     return Path(warm_starts(read_config(None, words)[0], RunConsole(stream=said))["main"]), said.getvalue()
 
@@ -111,7 +111,7 @@ def test_other_settings_take_no_ready_made_start(word: str) -> None:
 @pytest.mark.usefixtures("ready")
 def test_ready_false_looks_into_the_cache_alone() -> None:
     config = read_config(None, ["warm_start.ready=false"])[0]
-    assert recipe_of(config) == recipe_of(read_config(None, [])[0])  # how it is taught does not depend on it
+    assert recipe_of(config) == recipe_of(read_config(None, [])[0])  # independent of how it is taught
     folder = cache_directory() / name_of(recipe_of(config))
     folder.mkdir(parents=True)
     (folder / "recipe.json").touch()
@@ -119,7 +119,7 @@ def test_ready_false_looks_into_the_cache_alone() -> None:
 
 
 def test_lessons_change_only_with_the_recipe_s_number() -> None:
-    """Whoever changes them bumps RECIPE, makes the ready-made start again and puts the new digests here."""
+    """Whoever changes them increments RECIPE, makes the ready-made start again and updates the digests here."""
     digests = []
     for words in ([], ["preset=cpu_search_team"], ["preset=cpu_dual_system"]):
         config = read_config(None, words)[0]
@@ -142,7 +142,7 @@ def test_another_processor_or_torch_has_its_own_cached_start(monkeypatch: pytest
 
 
 def test_the_ready_made_start_is_what_would_be_made_now(tmp_path: Path) -> None:
-    """After a change of its settings, tokenizer or shape make it again, as docs/cpu_default.md says."""
+    """After a change of its settings, tokenizer or shape, make it again as docs/cpu_default.md says."""
     recipe = recipe_of(read_config(None, [])[0])
     assert json.loads((READY / "recipe.json").read_bytes()) == recipe
     fresh = init_model("cpu_default", ChainTutor.tokenizer, tmp_path / "model", seed=0)

@@ -1,4 +1,4 @@
-"""The default run's task and its new model."""
+"""The default run's task, and its new model."""
 
 import random
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_flawless_tutors_are_right_and_flag_corrector_inputs() -> None:
         assert ChainTutor(rng, TutorConfig(), OPTIONS).solution(chain, 0.0).endswith(f"Answer: {chain.answer}")
     traces = list(ChainTutor(rng, TutorConfig(), OPTIONS).team(chain))
     assert len(traces) == 3 and traces[2].prompt[-1].content.endswith("Verdict: wrong fix")  # type: ignore[union-attr]
-    # Without slips a Verifier that computes itself agrees with the Solver.
+    # Without slips, a Verifier that computes by itself agrees with the Solver.
     alone = ChainTutor(rng, TutorConfig(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0), OPTIONS)
     alone.restate = alone.hard_claims = 0
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Problems of files, and of a user's class: how they are read, drawn and refused."""
+"""Problems of files and of a user's class: reading, sampling, and refusals."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
     ("qa", {"question": "q", "golden_answers": ["a", "b"]}, reference(["a", "b"])),
     ("qa", {"question": "q", "answer": " a "}, "a"),
     ("qa", {"question": "q", "answer": ["a", 7]}, reference(["a", "7"])),
-    # Search-R1's rows, and those that Dr. MAS's script makes of them
+    # Search-R1's rows, and those that Dr. MAS's script makes of them.
     ("qa", {"question": "q", "prompt": [{"role": "user", "content": "long"}], "golden_answers": ["a"]}, "a"),
     ("qa", {"prompt": [ASKED], "reward_model": {"ground_truth": {"target": ["a"]}}}, "a"),
-    ("qa", {"question": "q", "answer": "it is #### 7"}, "it is #### 7"),  # GSM8K's mark means nothing here
+    ("qa", {"question": "q", "answer": "it is #### 7"}, "it is #### 7"),  # GSM8K's mark has no meaning here
 ]
 
 
@@ -202,7 +202,7 @@ def test_a_file_without_problems_fails_even_when_skipping(tmp_path: Path) -> Non
     (tmp_path / "empty" / "main").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"empty has no arrow, parquet or jsonl files$"):
         read_problems(tmp_path / "empty", "math")
-    (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()  # as the hub has many
+    (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()  # like many on the hub
     with pytest.raises(ValueError, match=r"jsonl files; set one of the folders below it that have some: .*empty/main$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
@@ -229,7 +229,7 @@ def test_dataset_directories_are_read_in_shard_order(tmp_path: Path, layout: str
     shards = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
     for shard, rows in zip(shards, (VERL[:2], VERL[2:]), strict=True):
         table = pa.Table.from_pylist(rows)
-        new = pa.ipc.new_file if layout == "files" else pa.ipc.new_stream  # as polars and as datasets write them
+        new = pa.ipc.new_file if layout == "files" else pa.ipc.new_stream  # as polars and datasets write them
         with pa.OSFile(str(folder / shard), "wb") as sink, new(sink, table.schema) as writer:
             writer.write_table(table)
     if layout in ("saved", "dict"):
@@ -280,7 +280,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    """Two of the same name, of 30 and of 10 problems."""
+    """Two files with the same name, of 30 and of 10 problems."""
     for folder, count in (("a", 30), ("b", 10)):
         (tmp_path / folder).mkdir()
         rows = ({"question": f"{folder}{i}", "answer": str(i)} for i in range(count))

@@ -1,4 +1,4 @@
-"""task=reasoning_gym: its problems, held-out ones apart, and its scorers in judge processes."""
+"""task=reasoning_gym: its problems, separate held-out ones, and its scorers in judge processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXED: dict[str, Any] = {
             "weight": 3,
             "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         },
-        {"name": "ransom_note"},  # draws by the order of a set
+        {"name": "ransom_note"},  # samples in the order of a set
     ],
     "size": 60,
     "eval_size": 30,

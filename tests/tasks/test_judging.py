@@ -1,4 +1,4 @@
-"""Equality of answers, the judge's prompt and words, and judging in processes that may hang or die."""
+"""Equality of answers, the judge's prompt and verdict, and judging in processes that may hang or die."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
     # choices
     "C": (["(C)", "c", "C.", "C)", r"\textbf{(C)}", r"(C) 12\text{ cm}", "C: ellipse"], ["B", "(D)", "CD", "12"]),
     r"\text{(E)}": (["E", "(e)"], ["A", "(A) E"]),
-    # dates and times
+    # Dates and times.
     "2024-01-15": (["2024-01-15"], ["2008", "2024-01-16", "15-01-2024"]),
     "01/02/2024": (["01/02/2024"], ["1/4048", "02/01/2024"]),
     "3:45 pm": (["3:45 PM"], ["3:45 am", "1/15"]),
@@ -73,7 +73,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
     "x\u00b2": (["x^2", "x^{2}"], ["x2", "2x"]),
     r"2\pi": (["2pi", "2 \u03c0"], ["2ip", "2", "pi"]),
     "x": (["x"], ["y", "2x"]),
-    # pairs, sets, intervals
+    # Pairs, sets, intervals.
     "(3,4)": (["(3, 4)"], ["(4,3)", "3"]),
     r"\{1,2,3\}": ([r"\{3,1,2\}", r"\{1, 2, 3\}"], [r"\{1,2\}", r"\{1,2,4\}"]),
     r"\{\text{red}, \text{blue}\}": ([r"\{blue, red\}"], [r"\{red\}", r"\{red, red\}", r"\{der, blue\}", "red, blue"]),
@@ -113,7 +113,7 @@ JUDGED: list[tuple[str, bool | str]] = [  # the judgement, or why there is none
     ("Here is my judgement.\n\n" + FOUR.format("no") + "\n\nThat is all.", False),
     ("reasoning: it says yes, and correct: yes would be its wish\ncorrect: no", False),
     ("extracted_final_answer: 'correct: yes'\nreasoning: it begs\ncorrect: no", False),
-    ("extracted_final_answer: a\u2028correct: yes\ncorrect: no", False),  # no line's end
+    ("extracted_final_answer: a\u2028correct: yes\ncorrect: no", False),  # not a line break
     ("reasoning: " + "x" * 100_000 + "\ncorrect: yes", True),
     ("", NO_LINE),
     ("one line: reasoning: the same correct: yes", NO_LINE),
@@ -193,7 +193,7 @@ def problem(answer: str | None) -> Problem:
 
 
 def judged(pool: RewardPool, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-    """All at once."""
+    """Judge all at once."""
     return [each.result(120) for each in [pool.submit(*pair) for pair in answers]]
 
 
@@ -206,7 +206,7 @@ def odd_judge(tmp_path: Path) -> str:
 
 MISSING = {"die": "code 7", "raise": "RecursionError", "memory": "MemoryError", "nan": "nan", "none": "None"}
 MISSING |= {"word": "0.5", "seven": "returned 7; expected a number from 0 to 1"}
-# requests are not what a judge reads as its input
+# Requests do not reach the judge's standard input.
 REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
 
 
@@ -228,7 +228,7 @@ def test_a_hung_answer_is_missing_and_another_process_judges(odd_judge: str) -> 
         assert hung.is_missing and "took over 2 s and was given up" in hung.note
         end = time.monotonic() + 120.0
         while (reward := judged(pool, [(problem("1"), "1")])[0]).is_missing and time.monotonic() < end:
-            assert "was killed" in reward.note  # a process that is paused for long is late
+            assert "was killed" in reward.note  # a paused process is late
         assert reward.value == 1
 
 

@@ -1,4 +1,4 @@
-"""Answers that are none: what is left out, what stays, and which answers are warned about."""
+"""Placeholder answers: what is skipped, what stays, and which answers cause a warning."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def test_an_answer_that_many_problems_share_is_warned_about() -> None:
         "data.train: one answer is right for many of the 400 problems of f.jsonl: 'cannot be shown' of 20."
     )
     assert not shared_answers(problems(*others, "x", *strange), "data.train")  # 20 of 401: below 5%
-    assert not shared_answers(problems(*others[:200], *strange[1:]), "data.train")  # 19: too few to say
-    # of the file that has them, however large the others are
+    assert not shared_answers(problems(*others[:200], *strange[1:]), "data.train")  # 19: too few to tell
+    # A share of its own file, however large the others are.
     (warning,) = shared_answers([*problems(*strange), *problems(*others * 2, file="1/g.jsonl")], "data.train")
     assert "of the 20 problems of f.jsonl" in warning
 

@@ -1,4 +1,4 @@
-"""Answers to questions are judged as SQuAD's script judges them; the built-in facts, and the tutors of teams that look up."""
+"""Answers to questions are judged as by SQuAD's script; the built-in facts, and the tutors of teams that search."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWE
 
 
 def tutor_of(kind: type[FactsTutor], share: float, **shares: float) -> FactsTutor:
-    """A tutor that slips in this share of its choices, or in those of some kinds."""
+    """Return a tutor that slips in this share of its choices, or of some kinds."""
     tutor = kind(random.Random(1), TutorConfig(), OPTIONS)
     slips = {name: share for name in dir(kind) if name.startswith("slip_")}
     vars(tutor).update(slips | shares)
@@ -51,7 +51,7 @@ def world() -> World:
 
 @pytest.fixture(scope="module")
 def calculating() -> World:
-    """The same facts, and calculations among the questions."""
+    """The same facts, with calculations among the questions."""
     return World(OPTIONS.model_copy(update={"calculations": 0.3}))
 
 
@@ -75,7 +75,7 @@ def taught(tutor: FactsTutor, world: World) -> Iterator[tuple[Problem, list[Trac
 
 
 def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]]:
-    """The ids of what it reads and of what it writes."""
+    """Return the ids in its prompts and completions."""
     is_text = isinstance(trace.prompt, str)
     prompt = renderer.encode_trusted(trace.prompt) if is_text else renderer.render(trace.prompt)[0]  # type: ignore[arg-type]
     return prompt.tolist(), renderer.encode_trusted(trace.completion).tolist()
@@ -102,7 +102,7 @@ def test_every_word_that_a_team_reads_or_writes_is_one_token(
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSearch, share: float) -> None:
-    """The team is played by what the tutors wrote, and asks each agent with the tutor's prompt, in the tutor's order."""
+    """The team plays the tutors' completions, and asks each agent with the tutor's prompt, in the tutor's order."""
     agents = {name: AgentConfig(prompt="facts") for name in AGENTS}
     team = build_orchestration("search_team", agents, "qa", {"max_turns": 4}, RolloutConfig(group_size=1))
     num_whole = 0
@@ -149,7 +149,7 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
             episode.wait(said)
             _, called = episode.enter(team.follow(episode))
             episode.outputs |= {call.id: ToolOutput.of(answered(call, problem, tool)) for call in called}
-            # what cannot be read does not run
+            # Unreadable code does not run.
             assert len(called) == (tagged("tool_call", trace.completion) or "").endswith("}")
             for read in episode.enter(team.follow(episode))[0]:
                 trace = left.pop(0)
@@ -187,7 +187,7 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
     ("one", "other", "is_same", "by_words"),
     [
         ("The  Beatles!", "beatles", True, 1.0),
-        ("well-known", "well known", False, 0.0),  # as the script: the hyphen goes, and leaves no space
+        ("well-known", "well known", False, 0.0),  # as in the script: the hyphen is removed without a space
         ("a an the x", "x", True, 1.0),
         ("theatre", "atre", False, 0.0),
         ("Tokyo\n", " tokyo ", True, 1.0),
@@ -196,7 +196,7 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
         ("!", "!", True, 1.0),
         ("", "dog", False, 0.0),
         ("the big red dog", "red dog", False, 0.8),  # 2 of 3 words, all 2
-        ("red red", "red dog", False, 0.5),  # a word counts as often as it stands there
+        ("red red", "red dog", False, 0.5),  # a word counts as often as it occurs
     ],
 )
 def test_exact_match_and_f1_are_squad_s(one: str, other: str, is_same: bool, by_words: float) -> None:
@@ -211,7 +211,7 @@ def test_the_right_answer_that_fits_best_counts() -> None:
 
 
 def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
-    assert judged("paris " * 10_000_000) == 0.0  # longer than max_answer_chars: not looked at
+    assert judged("paris " * 10_000_000) == 0.0  # longer than max_answer_chars, so it is not read
     assert judged("\ud800\x00 paris") == 0.0
     assert judged("the " * 100_000 + "paris", max_answer_chars=1_000_000) == 1.0
 
@@ -219,12 +219,12 @@ def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
 @pytest.mark.parametrize("answers", [["x"], ["x", "y"], ["[x"], ['["a"]'], ["[1]", "é\n"], ["[" * 10_000]])
 def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
     assert right_answers(reference(answers)) == answers
-    for written in ("[", "[1]", "[]", "[" * 100_000, "plain"):  # by a user: one answer where it is no list of texts
+    for written in ("[", "[1]", "[]", "[" * 100_000, "plain"):  # by a user: one answer, unless it is a list of texts
         assert right_answers(written) == [written]
 
 
 def follow(world: World, question: str) -> str:
-    """The answer, looked up in documents and papers alone, hop by hop."""
+    """Return the answer, looked up in documents and papers alone, hop by hop."""
     said = {each.title: each.text for each in (*world.documents, *(paper.document for paper in world.papers))}
     words = question.removeprefix("what is ").removesuffix(" ?")
     path, _, value = words.rpartition(" of ")

@@ -1,7 +1,6 @@
-r"""Equality of mathematical answers, by kind: answer_pairs.tsv has pairs of reference and answer, and whether they are the same.
+r"""Equality of mathematical answers, by kind. answer_pairs.tsv has pairs of reference and answer, and whether they are equal.
 
-Many were reported by users of other graders: huggingface/Math-Verify#10, #14, #25, #26, #37, #41, #60, #64, #71 and #82.
-"""
+Users of other graders reported many of them: huggingface/Math-Verify#10, #14, #25, #26, #37, #41, #60, #64, #71 and #82."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_every_answer_is_the_same_as_itself() -> None:
     assert [text for text in texts if not (same_answer(text, text) and same_answer(text, f"${text}$"))] == []
 
 
-ONE_WAY = [  # the reference comes first: what it leaves out may be said, and what it says may be left out
+ONE_WAY = [  # the reference comes first: an answer may add what it omits, and omit what it adds
     ("0.5", "0.5\\%"),
     ("1", "1%"),
     ("1\\%", "1"),
@@ -116,7 +115,7 @@ PUBLIC = [
 
 
 def altered(reference: str) -> str:
-    """The reference with its first digit, or all of it, changed."""
+    """Return the reference with its first digit, or all of it, changed."""
     at = next((i for i, character in enumerate(reference) if character.isdigit()), None)
     return f"{reference}+1" if at is None else f"{reference[:at]}{(int(reference[at]) + 1) % 10}{reference[at + 1 :]}"
 

@@ -1,10 +1,9 @@
 # ruff: noqa: E501 - a snippet stays on its row
-"""Code that a model may write and that nobody wants run. Each says what it could do.
+"""Hostile code that a model may write. Each snippet says what it could do.
 
-`attempt(call, ...)` stands before every snippet: it prints `refused NAME` for an error, and DONE where the call was allowed.
-PORT, ABSTRACT, FOLDER, PID and NR_<name> stand for a server on the host's loopback, an abstract unix socket, a folder that all may
-write, the process that runs the tests, and the number of a system call.
-"""
+`attempt(call, ...)` is defined before every snippet: it prints `refused NAME` for an error, and DONE if the call was allowed.
+PORT, ABSTRACT, FOLDER, PID and NR_<name> stand for a server on the host's loopback, an abstract unix socket, a world-writable
+folder, the process that runs the tests, and the number of a system call."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ SNIPPETS = (
     Snippet("memory without a name", "attempt(os.memfd_create, 'x')"),
     Snippet("zip bomb", "import zlib\npacker = zlib.compressobj()\nsmall = b''.join(packer.compress(bytes(1 << 20)) for _ in range(600)) + packer.flush()\nlen(zlib.decompress(small))", "MemoryError|" + STOPPED),
     Snippet("JSON that is deep", "import json\njson.loads('[' * 10 ** 6)", "RecursionError"),
-    # time and the interpreter itself
+    # Time, and the interpreter itself.
     Snippet("endless loop", "while True: pass", STOPPED),
     Snippet("closes its output and sleeps", "os.close(1); os.close(2); time.sleep(1e6)", STOPPED),
     Snippet("recursion in C", "sys.setrecursionlimit(10 ** 9)\nx = []\nfor _ in range(10 ** 6): x = [x]\nprint(len(repr(x)))", "SIGSEGV|MemoryError|" + STOPPED),

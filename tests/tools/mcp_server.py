@@ -52,7 +52,7 @@ def die() -> str:
 
 @server.tool()
 def hang() -> str:
-    """Says nothing for long."""
+    """Does not answer for a long time."""
     time.sleep(600)
     return "late"
 
@@ -80,7 +80,7 @@ ROWS = {"rows": [{"name": "Lima", "people": 10}], "total": 1}
 
 @server.tool()
 def give(kind: str) -> CallToolResult:
-    """A result of a kind."""
+    """Returns a result of this kind."""
     link = ResourceLink(type="resource_link", name="notes", uri="file:///notes.txt")
     text = TextResourceContents(uri="file:///a.txt", text="what it says")
     blob = BlobResourceContents(uri="file:///b.bin", blob="AAAA")
@@ -101,19 +101,19 @@ def give(kind: str) -> CallToolResult:
 
 @server.tool()
 def cities(names: list[str]) -> list[str]:
-    """The names, which the SDK sends as a text each and as a list in an object."""
+    """Returns the names, which the SDK sends as one text each and as a list in an object."""
     return names
 
 
 @server.tool()
 def half(number: int) -> float:
-    """A number, which the SDK sends as JSON and in an object."""
+    """Returns a number, which the SDK sends as JSON and in an object."""
     return number / 2
 
 
 @contextmanager
 def http_server(port: int) -> Iterator[str]:
-    """The server in a process of its own; its URL."""
+    """Start the server in its own process; return its URL."""
     process = subprocess.Popen([sys.executable, __file__, str(port)])
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Pages are read from addresses that strangers chose: what they send is text or an error, and no private address is reached."""
+"""Pages are read from untrusted addresses: what they send becomes text or an error, and no private address is reached."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-SOON_S = 120.0  # far more than anything here takes
+SOON_S = 120.0  # far longer than anything here takes
 MIB = 1 << 20
 SENTENCE = "The river of Tarn is the Ebb, which is long, cold and well known to everybody who lives there."
 ARTICLE = (
@@ -84,7 +84,7 @@ def test_a_page_is_its_main_text_fetched_once_without_a_proxy() -> None:
         assert second == f"Page 2({url}/b) error: it is not text: content type 'image/png'" and SENTENCE in third
         assert visit(pool, f"{url}/a").text == first and not both.is_error
         counts = {name.removeprefix("tools/"): value for name, value in pool.take_counts().items()}
-    assert [each["path"] for each in server.headers].count("/a") == 2  # itself, and behind /c
+    assert [each["path"] for each in server.headers].count("/a") == 2  # itself, and through /c
     assert not any("Cookie" in each for each in server.headers)
     assert {counts[f"visit/{name}"] for name in ("calls", "errors")} == {2, 0} and counts["visit/parts"] == 4
     assert counts["pages/calls"] == 4 and counts["pages/cached"] == 1 and counts["pages/errors"] == 1
@@ -145,7 +145,7 @@ REFUSED = {
     "http://localhost/": PRIVATE,
     "http://[::1]/": PRIVATE,
     "http://[::ffff:127.0.0.1]/": PRIVATE,
-    "http://2130706433/": PRIVATE,  # 127.0.0.1 in one number
+    "http://2130706433/": PRIVATE,  # 127.0.0.1 as one number
     "http://0x7f.1/": PRIVATE,
     "http://169.254.169.254/latest/meta-data/": PRIVATE,
     "http://[fe80::1%25lo]/": "",
@@ -154,7 +154,7 @@ ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/":
 
 
 def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
-    """As an agent asks for them, and as a page sends on to them."""
+    """As an agent requests them, and as a page redirects to them."""
     pages = {f"/{i}": redirects(url) for i, url in enumerate(REFUSED)}
     with site({**pages, "/on": redirects("//10.0.0.1/"), "/round": redirects("/round")}) as (pool, _, base):
         asked = {**REFUSED, **ALSO_REFUSED}
@@ -167,7 +167,7 @@ def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
 
 
 def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[str]:
-    """The names that are looked up from now on; names of one.test have one answer after the other."""
+    """Resolve names from now on; names of one.test have one answer after another."""
     real, asked, left = socket.getaddrinfo, list[str](), list(answers)
 
     def look_up(host: Any, port: Any, *more: Any, **how: Any) -> Any:
@@ -182,7 +182,7 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[s
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is public when it is checked, and private when it is looked up again; and names of private addresses."""
+    """A name that is public when checked and private when resolved again; and names of private addresses."""
     private = [["127.0.0.1"], ["93.184.215.14", "127.0.0.1"]]
     asked, real, connected = resolves(monkeypatch, *private, ["93.184.215.14"]), socket.create_connection, []
 
@@ -229,7 +229,7 @@ def longer_than_it_says(handler: Handler) -> None:
 
 
 def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
-    """The head, and then drops without end."""
+    """Send the header, and then endless drops."""
 
     def reply(handler: Handler) -> None:
         handler.wfile.write(head)
@@ -274,7 +274,7 @@ def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
         tracemalloc.start()
         try:
             assert "it is larger than tools.pages.max_kib = 1024 KiB" in visit(pool, f"{url}/").text
-            assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once hold 64 MiB
+            assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once contain 64 MiB
         finally:
             tracemalloc.stop()
 
@@ -307,12 +307,12 @@ def test_charsets_are_guessed_and_pdfs_are_recognised() -> None:
             found = visit(pool, url + page).text
             if "pdf" in page:
                 assert found.endswith(" The river of Tarn"), page
-            else:  # what is declared wrongly is guessed
+            else:  # wrong declarations are replaced by a guess
                 assert found.endswith(words if page != "/wrong" else ": these are English words too"), page
 
 
 def pdf(stream: bytes, filters: str = "") -> bytes:
-    """A PDF of one page with this content."""
+    """Return a PDF of one page with this content."""
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
@@ -328,7 +328,7 @@ def test_a_hostile_page_ends_only_its_own_parser_process() -> None:
     with closing(WorkerPool(1, PARSERS, {}, 1024 * MIB)) as workers:
 
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
-            """What a parser says of a page, or why it said nothing."""
+            """Return a parser's text of a page, or why there is none."""
             asked = {"body": body, "media_type": kind, "charset": "utf-8", "most_chars": 1000}
             reply = workers.ask(asked, timeout_s=seconds)
             return str(reply.get("text", reply.get("error")))

@@ -16,7 +16,7 @@ from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 
-SOON_S = 30.0  # far more than anything here takes
+SOON_S = 30.0  # far longer than anything here takes
 
 
 class Scripted:
@@ -51,7 +51,7 @@ def call(id: str, text: object = "a", tool: str = "echo") -> ToolCall:
 
 
 def answers(pool: ToolPool, calls: Sequence[ToolCall]) -> dict[str, ToolOutput]:
-    """By id, of calls that are made at once."""
+    """Return the answers by id, of calls made at once."""
     futures = {each.id: pool.submit(each) for each in calls}
     return {id: future.result(SOON_S) for id, future in futures.items()}
 
@@ -92,7 +92,7 @@ def test_calls_apart_find_and_leave_nothing() -> None:
         with pool.apart():
             answers(pool, [call("2", "a"), call("3", "b")])
             assert pool.take_counts()["tools/echo/calls"] == 2
-        answers(pool, [call("4", "a")])  # answered from before
+        answers(pool, [call("4", "a")])  # answered from the cache
         counts = pool.take_counts()
     assert sorted(str(seen["text"]) for seen in echo.seen) == ["a", "a", "b"]
     assert (counts["tools/echo/calls"], counts["tools/echo/cached"]) == (2, 1)
@@ -130,7 +130,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
 def test_a_failing_tool_is_an_error_and_the_next_call_works(
     run: Callable[[Mapping[str, object]], object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("CRITICAL")  # a report with half a surrogate pair reaches no other process
+    caplog.set_level("CRITICAL")  # a report with half a surrogate pair cannot reach another process
     tool = Scripted(lambda arguments: "well" if arguments["text"] == "b" else run(arguments))
     with pool_of(tool, concurrency=1) as pool:
         outputs, counts = answers(pool, [call("1", "a"), call("2", "b")]), pool.take_counts()
@@ -141,7 +141,7 @@ def test_a_failing_tool_is_an_error_and_the_next_call_works(
 
 
 def test_a_longer_output_is_cut_at_the_cap_and_says_so() -> None:
-    said = {"a": "\ud800" + "x" * 50_000_000, "b": "x" * 1000}  # and as much as may be
+    said = {"a": "\ud800" + "x" * 50_000_000, "b": "x" * 1000}  # and as much as allowed
     with pool_of(Scripted(lambda arguments: said[str(arguments["text"])]), max_output_chars=1000) as pool:
         shown = answers(pool, [call("1", "a"), call("2", "b")])
         assert shown["1"].text == "?" + "x" * 999 + "\n[cut: the first 1,000 of 50,000,001 characters]"
@@ -158,7 +158,7 @@ def test_the_longest_parts_are_cut_at_the_cap_and_none_is_lost() -> None:
 
 
 def hangs_if_told(gate: threading.Event) -> Scripted:
-    """What is told to hang does until the gate opens."""
+    """Hangs until the gate opens if the call says so."""
     return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
 
 
@@ -168,7 +168,7 @@ def test_a_hung_call_is_an_error_and_so_are_those_waiting() -> None:
         outputs, counts = answers(pool, [call("slow", "hang"), call("next", "a")]), pool.take_counts()
         gate.set()
     assert outputs["slow"] == ToolOutput("error: echo did not answer within 0.05 s", is_error=True)
-    # concurrency is 1: while that one hangs no further ones are taken, and what waits is told
+    # With concurrency 1, no further calls start while that one hangs, and waiting ones are answered with an error.
     assert outputs["next"] == ToolOutput("error: echo is not available: 1 calls of it hang", is_error=True)
     assert counts["tools/echo/timeouts"] == 1 and counts["tools/echo/errors"] == 2
 
@@ -185,7 +185,7 @@ def test_a_tool_that_gives_up_at_its_limit_counts_as_late() -> None:
 
 
 def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> None:
-    """Calls with this text, one after the other, until an answer is as wanted."""
+    """Make calls with this text in turn, until an answer matches."""
     end = time.monotonic() + SOON_S
     while not holds(output := answers(pool, [call("again", text)])["again"]):
         assert time.monotonic() < end, output
@@ -196,10 +196,10 @@ def test_a_hung_tool_recovers_and_its_threads_are_bounded() -> None:
     gate, before = threading.Event(), threading.active_count()
     with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=0.05) as pool:
         assert answers(pool, [call("slow", "hang")])["slow"].is_error
-        until(pool, "a", lambda output: output == ToolOutput("well"))  # one that is paused for long would be late
+        until(pool, "a", lambda output: output == ToolOutput("well"))  # a process that is paused for long would be late
         assert all(output.is_error for output in answers(pool, [call(f"slow{i}", "hang") for i in range(40)]).values())
         until(pool, "hang", lambda output: "calls of it hang" in output.text)
-        assert threading.active_count() - before <= 6  # 2 that hang, 2 more at most with their timers
+        assert threading.active_count() - before <= 6  # 2 that hang, and at most 2 more with their timers
         gate.set()  # it is up again: hung threads end, and calls are answered as before
         until(pool, "a", lambda output: output == ToolOutput("well"))
 
@@ -212,7 +212,7 @@ def test_the_same_call_while_it_runs_is_one_run() -> None:
         gate.set()
         outputs = [future.result(SOON_S) for future in futures]
         assert set(outputs) == {ToolOutput("True")}
-        assert sum(output.seconds > 0 for output in outputs) == 1  # nine have cost nothing
+        assert sum(output.seconds > 0 for output in outputs) == 1  # nine cost nothing
         assert len(tool.seen) == 1 and pool.take_counts()["tools/echo/cached"] == 9
 
 
@@ -230,7 +230,7 @@ def test_a_call_is_cached_however_its_arguments_are_spelled(kind: str, runs: int
 
 @pytest.mark.parametrize(("size", "texts", "runs"), [(100_000, "abacab", "abcb"), (300_000, "aa", "aa")])
 def test_the_outputs_used_last_are_kept(size: int, texts: str, runs: str) -> None:
-    """Two of 100,000 characters fit into 1 MiB, and none of 300,000."""
+    """Two outputs of 100,000 characters fit into 1 MiB, and none of 300,000."""
     tool = Scripted(lambda arguments: "x" * size)
     with pool_of(tool, max_output_chars=1_000_000, cache_mib=1) as pool:
         for id, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""The tool `python` answers with what a snippet printed, leaves nothing behind, and nothing hostile reaches the machine."""
+"""The tool `python` returns what a snippet printed, leaves nothing behind, and keeps hostile code away from the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from marsrl.rollout.tools.python.seccomp import denied_calls
 from marsrl.rollout.tools.python.tool import PythonInterpreter
 from marsrl.rollout.types import ToolCall, ToolOutput
 
-SOON_S = 120.0  # far more than anything here takes
+SOON_S = 120.0  # far longer than anything here takes
 CONFIG = PythonTool(warm=2, max_output_chars=2000, wall_s=30.0, timeout_s=60.0)
 
 
@@ -98,7 +98,7 @@ def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> No
 
 
 def test_packages_can_be_imported_and_are_loaded_ahead() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to others, and the guest is another user
+    with tempfile.TemporaryDirectory() as folder:  # others cannot open tmp_path, and the guest is another user
         Path(folder).chmod(0o755)
         (Path(folder) / "own_package.py").write_text("value = 'mine'")
         config = CONFIG.model_copy(update={"packages": folder, "preload": ["own_package"], "warm": 1})
@@ -116,7 +116,7 @@ def all_gone(processes: set[psutil.Process]) -> bool:
 
 
 def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpreter) -> None:
-    wait_until_ready(python)  # it starts none of its own any more
+    wait_until_ready(python)  # it starts no more of its own
     others = children()
     interpreter = start_interpreter(CONFIG)
     try:
@@ -131,7 +131,7 @@ def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpret
 
 
 def test_closing_leaves_no_process_and_ends_calls_under_way(python: PythonInterpreter) -> None:
-    wait_until_ready(python)  # it starts none of its own any more
+    wait_until_ready(python)  # it starts no more of its own
     before = children()
     pool = build_tools(ToolsConfig(python=CONFIG), ["python"], ())
     code = "import subprocess, time\ntry: subprocess.Popen(['sleep', '1000'])\nfinally: time.sleep(1000)"
@@ -185,7 +185,7 @@ def test_a_failed_sandbox_is_a_call_error_and_one_warning(
         run(tool, "1")
 
 
-# 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, to a user who is not root
+# 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, for a user who is not root.
 UBUNTU_SAYS = "bwrap: setting up uid map: Permission denied"
 
 
@@ -212,11 +212,11 @@ def test_a_kernel_that_forbids_namespaces_is_named_with_a_fix(
         ValueError, match=f"cannot create a complete sandbox here .{UBUNTU_SAYS}.*{setting} is {value} .*{cure}"
     ):
         check_tools(ToolsConfig(python=CONFIG), ["python"], ())
-    check_tools(ToolsConfig(python=CONFIG), ["search"], ())  # nobody calls it
+    check_tools(ToolsConfig(python=CONFIG), ["search"], ())  # no agent calls it
     file.write_text("2\n")
     with pytest.raises(ValueError, match="cannot create a complete sandbox here") as error:
         PythonInterpreter(CONFIG)
-    assert "sysctl" not in str(error.value)  # not what is in the way
+    assert "sysctl" not in str(error.value)  # not the obstacle here
 
 
 def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture(scope="module")
 def outputs(host: Host) -> Iterator[Mapping[str, Future[ToolOutput]]]:
-    """Outputs of all snippets, which run side by side; every fourth call is an honest one."""
+    """Return the outputs of all snippets, run side by side; every fourth call is honest."""
     pool = ToolPool({"python": PythonInterpreter(TIGHT)}, {"python": TIGHT})
     futures: dict[str, Future[ToolOutput]] = {}
     for number, snippet in enumerate(SNIPPETS):

@@ -1,4 +1,4 @@
-"""The index finds what fits, whatever a query holds."""
+"""The index finds matching documents, whatever a query contains."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
 @pytest.mark.parametrize(
     ("query", "ids"),
     [
-        ("What is the capital of Peru?", ["lima", "peru"]),  # both words before one
-        ("lima borders chile", ["peru", "lima"]),  # whatever the order of the corpus
+        ("What is the capital of Peru?", ["lima", "peru"]),  # both words rank above one
+        ("lima borders chile", ["peru", "lima"]),  # independent of the corpus order
         ("singer border", ["peru"]),  # stems
         ("CAFE", ["cafe"]),
         ("cafe\u0301", ["cafe"]),
         ("नमस्ते", ["cafe"]),
-        ("the who", ["the"]),  # who is a word, the is none beside it
-        ("with", []),  # a stop word alone is looked for
+        ("the who", ["the"]),  # "who" is a word, and "the" is left out beside it
+        ("with", []),  # a stop word alone is searched
         ("Peru" * 10_000, []),
     ],
 )
@@ -152,7 +152,7 @@ def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
         ]
         assert tool.run({"query": "of 1997"}) == [tool.run({"query": "sparse"})[0]]
     with pytest.raises(ValueError, match="papers.jsonl:1: text: Field required"):
-        open_index(path, tmp_path / "index.sqlite")  # what is kept is of papers, and made again
+        open_index(path, tmp_path / "index.sqlite")  # the saved index is of papers, so it is rebuilt
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_kept_index_is_rebuilt_only_if_the_corpus_changes(tmp_path: Path) -> N
     write(corpus, {"text": "one"}, {"text": "two"})
     assert found(open_index(corpus, file), "two") == ["2"] and file.stat().st_ino != made
     index.close()
-    assert os.listdir(file.parent) == ["index.sqlite"]  # it stays, and nothing beside it
+    assert os.listdir(file.parent) == ["index.sqlite"]  # it stays, and nothing else
 
 
 def test_a_file_that_is_no_index_is_not_written_over(tmp_path: Path) -> None:

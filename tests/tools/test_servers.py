@@ -1,7 +1,6 @@
-"""Tools that ask a server, and our retrieval server: nothing that is said is trusted, and a key is in the request alone.
+"""Tools that query a server, and our retrieval server: replies are not trusted, and a key is only in the request.
 
-Retries, refusals, redirects and silence are those of http_line.HttpLine (tests/engines/test_openai_engine.py).
-"""
+Retries, refusals, redirects and silence are tested for http_line.HttpLine (tests/engines/test_openai_engine.py)."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def unread(urls: Sequence[str], wait_s: float) -> Sequence[ToolOutput]:
 
 
 def ask(reply: Any, tool: str = "http", arguments: Mapping[str, object] | None = None, **changes: object) -> Any:
-    """(what http, search or scholar says where the server replies so, the server's record)."""
+    """Return (output of http, search or scholar for the server's reply, the server's record)."""
     with completions_server(reply) as server:
         base = server.base_url.removesuffix("/v1")
         if tool == "http":
@@ -118,7 +117,7 @@ PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We dr
          ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]),
         ("scholar", of_google(PAPER, {"title": "Bare"}), [f"Paper 1(Title: Maps) {PUBLISHED}", "Paper 2(Title: Bare) "]),
         ("search", of_google({"link": "https://h/"}, {"title": "<B>Peru</B> &#39;s", "snippet": MARKUP}, *UNTOLD),
-         [f"Doc 1(Title: Peru 's) {PLAIN}", "Doc 2(Title: B) ", "Doc 3(Title: C) "]),  # one without a title is passed over
+         [f"Doc 1(Title: Peru 's) {PLAIN}", "Doc 2(Title: B) ", "Doc 3(Title: C) "]),  # a document without title is skipped
         *((tool, found, "No documents match.") for tool, found in (
             ("http", {"result": [[]]}), ("search", {"error": NOTHING}), ("search", {"organic_results": []}),
             ("search", {"search_metadata": DONE, "error": NOTHING}),
@@ -163,7 +162,7 @@ def escaped(text: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the midst of it
+        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the middle of it
         (500, f"GET /search.json?q=x&api_key={KEY.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}"),
         (200, json.dumps({"organic_results": [PAGE | {"title": KEY, "link": f"https://h/?k={KEY}", "snippet": KEY}]})),
         (200, f'{{"organic_results": [{{"title": "{escaped(KEY)}"}}]}}'),
@@ -181,7 +180,7 @@ def test_the_api_key_appears_in_no_text_log_or_checkpoint(
             told = [output.text, encode(output).decode("latin-1"), repr(config), config.model_dump_json(), repr(pool)]
     assert server.bodies[0]["api_key"] == KEY and output.is_error == (status != 200 or "error" in body)
     told += [f"{record.getMessage()} {record.exc_text}" for record in caplog.records]
-    assert any("HTTP Request: GET" in text for text in told)  # what httpx logs of a request is among it
+    assert any("HTTP Request: GET" in text for text in told)  # httpx's log of a request is included
     for text in told:
         assert "s3cr3t" not in text
 
@@ -258,7 +257,7 @@ def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     assert [[hit["document"]["id"] for hit in each] for each in result] == [["peru", "lima"], ["lima"], []]
     assert result[1][0]["document"] == {"id": "lima", "contents": '"Lima"\nThe capital of Peru.'}
     assert result[0][0]["score"] > result[0][1]["score"] > 0
-    # Dr. MAS's form, without scores
+    # Dr. MAS's form, without scores.
     asked = {"query": "andes", "topk": None, "unknown": 1}
     assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]  # its own top_k, 1
     assert len(client.post("/retrieve", json={"query": "peru", "topk": 0}).json()["result"][0]) == 1

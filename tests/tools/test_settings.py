@@ -1,4 +1,4 @@
-"""Tools that a run cannot have are refused before anything starts; `marsrl tool` calls one with the settings of a run."""
+"""Invalid tools are refused before anything starts; `marsrl tool` calls one with a run's settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             check_tools(tools(**given), ["search"], ())
     check_tools(tools(), ["search"], [LIMA])
-    check_tools(tools(corpus="none.jsonl"), [], ())  # nobody calls it
+    check_tools(tools(corpus="none.jsonl"), [], ())  # no agent calls it
 
 
 def test_a_package_that_a_tool_needs_is_asked_for_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> 
             preflight(read_config(None, [*words])[0], world_size=1)
 
     assert preflight(read_config(None, words)[0], world_size=1).plan
-    # the tools are in the prompt
+    # The tools are in the prompt.
     assert_refused("agents.solver.max_input_tokens is 100", *words, "agents.solver.max_input_tokens=100")
     (tmp_path / "echo.py").write_text("def echo(text): return text")
     assert_refused("tools.echo.function is .* has no annotation for text", *words)
@@ -121,7 +121,7 @@ def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> Non
 
 
 def tool(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """(exit status, what it prints, and of errors) of `marsrl tool`."""
+    """Return (exit status, stdout, stderr) of `marsrl tool`."""
     status = main(["tool", *words])
     shown = capsys.readouterr()
     return status, shown.out, shown.err
@@ -140,7 +140,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     asked = '{"queries": ["oslo", "lima"]}'
     status, shown, _ = tool(capsys, "search", asked, corpus, "tools.search.max_output_chars=99")
     assert status == 0 and "of 5,019 characters]\nDoc 2(Title: Lima)" in shown and shown.endswith(" 2 parts, cut\n")
-    status, shown, _ = tool(capsys, "search", "[1]", corpus)  # JSON, and no object: a text
+    status, shown, _ = tool(capsys, "search", "[1]", corpus)  # JSON, but no object: a text
     assert status == 0 and shown.startswith("No documents match.\n# ") and shown.endswith(" s, whole\n")
 
 

@@ -1,4 +1,4 @@
-"""Tools of a user: functions, and servers that speak MCP, over stdio and HTTP. Whatever they do, a call costs a call."""
+"""A user's tools: functions, and MCP servers over stdio and HTTP. Whatever they do, at most the call is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from marsrl.trainer.config.read import read_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-SOON_S = 120.0  # far more than anything here takes
+SOON_S = 120.0  # far longer than anything here takes
 TOOLS = '''
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_schema_follows_the_signature_and_the_docstring(file: Path) -> None:
             "own", "Converts a length.\n\nTo kilometres.", schema | {"additionalProperties": False}
         )
         assert ask(pool, value=1500) == ToolOutput("1.5 km") == ask(pool, value="1500", unit="m")
-    # an async function, and values that are no text
+    # An async function, and values that are not text.
     with pool_of(**of_file(file, "later")) as pool:
         assert ask(pool, words=["a", "b"], point={"x": 1, "y": 2}).text == '{"words":["a","b"],"x":3.0}'
 
@@ -147,11 +147,13 @@ def test_wrong_arguments_or_a_crash_fail_one_call_in_one_line(file: Path, functi
 
 def test_a_hung_function_is_killed_and_the_next_call_answered(file: Path) -> None:
     with pool_of(**of_file(file, "misbehave"), concurrency=1, timeout_s=3) as pool:
-        assert ask(pool, how="hang").text == "error: own did not answer within 3 s"  # pool and tool watch the same time
+        assert (
+            ask(pool, how="hang").text == "error: own did not answer within 3 s"
+        )  # pool and tool have the same timeout
         assert pool.take_counts()["tools/own/timeouts"] == 1
         deadline = time.monotonic() + SOON_S
         while (output := ask(pool, how="well")).is_error and time.monotonic() < deadline:
-            time.sleep(0.1)  # as long as the killed process's thread counts as hung
+            time.sleep(0.1)  # until the killed process's thread no longer counts as hung
         assert output.text.startswith("well in ")
 
 
@@ -255,7 +257,7 @@ def test_a_long_answer_is_dropped_and_an_ended_command_restarts() -> None:
         assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
         assert call(pool, "greet") == ToolOutput("hello world")
         assert pool.take_counts()["tools/own/restarts"] == 0
-        assert "onnection closed" in call(pool, "die").text  # not made again
+        assert "onnection closed" in call(pool, "die").text  # the call is not repeated
         assert call(pool, "greet") == ToolOutput("hello world")
         assert call(pool, "die").is_error and call(pool, "add", a=1, b=1).text == "2"
         assert pool.take_counts()["tools/own/restarts"] == 2
@@ -265,7 +267,7 @@ def test_a_long_answer_is_dropped_and_an_ended_command_restarts() -> None:
 def test_a_lost_http_server_costs_calls_and_comes_back() -> None:
     with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url) as pool:
         assert call(pool, "die").is_error
-        assert call(pool, "greet").is_error  # nobody is there
+        assert call(pool, "greet").is_error  # no server is there
         with mcp_server.http_server(port):
             outputs = [call(pool, "greet") for _ in range(2)]
             assert outputs[-1] == ToolOutput("hello world")

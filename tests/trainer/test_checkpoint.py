@@ -1,7 +1,7 @@
-"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed; the list of their files; and
-where a failed run says that it goes on.
+"""Checkpoints of a learner whose weights are a file with a word: complete or absent, kept or removed; the list of their files;
+and how a failed run says to continue.
 
-What tests/megatron/test_checkpoint.py has with real weights, damage, pointers and full disks among it, is not here."""
+tests/megatron/test_checkpoint.py tests real weights, damage, pointers and full disks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WordLearner:
 
 class UnfitLearner(WordLearner):
     def load(self, folder: Path) -> None:
-        raise CheckpointException("plan", {0: (KeyError(f"optimizer of {folder}"), StackSummary())})  # no Exception
+        raise CheckpointException("plan", {0: (KeyError(f"optimizer of {folder}"), StackSummary())})  # not an Exception
 
 
 def state_after(step: int) -> RolloutState:
@@ -79,7 +79,7 @@ def save(saves: CheckpointWriter, *steps: int, word: str = "") -> None:
 
 
 def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
-    """(step, the weights, what was said)."""
+    """Return (step, the weights, messages)."""
     learner, said = WordLearner(), list[str]()
     restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
     step = restored.step if restored else 0
@@ -88,7 +88,7 @@ def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
 
 
 def killed_at(moment: str, save: Callable[[], object]) -> None:
-    """In a process of its own, at the first event of this name that Python's audit hooks are told."""
+    """Run in a process that is killed at the first event of this name that Python's audit hooks report."""
 
     def struck() -> None:
         sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == moment else None)
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory) -> None:
-    """Between the rename and the writing of `latest`. Of several, somebody has removed it."""
+    """Killed between the rename and the writing of `latest`; with several checkpoints, `latest` was removed."""
 
     def killed() -> None:
         RunDirectory.mark_latest = lambda *_: sys.audit("latest")  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory)
     killed_at("latest", killed)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_4"]
     assert load(run) == (4, "w4", [])
-    assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill in the next save does not matter
+    assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill during the next save does not matter
     save(writer(run), 8)
     (run.checkpoints / "latest").unlink()
     with pytest.raises(RuntimeError, match="is missing, but there is step_4, step_8; the newest intact one is step_8"):
@@ -186,14 +186,16 @@ def evaluate(run: RunDirectory, **accuracies: float | None) -> None:
 
 
 def test_the_best_evaluated_checkpoint_stays(run: RunDirectory) -> None:
-    """The first of equals; a resumed run knows it from the files; one without an evaluation, or of no answer, is none."""
+    """The first of equal ones. A resumed run reads it from the files. Checkpoints without an evaluation, or with one without
+    answers, do not count.
+    """
     pointer = run.checkpoints / "best"
     save(writer(run, keep_last=2, keep_best=True), 1)
     assert not pointer.exists()
     evaluate(run, _2=0.25, _3=None, _4=0.5, _5=0.9, _6=0.5)
     save(writer(run, keep_last=2, keep_best=True), 2, 3, 4)
     assert run.steps_on_disk() == [3, 4] and pointer.read_text() == "step_4\n"
-    save(writer(run, keep_last=2, keep_best=True), 6, 7, 8)  # of step 5 there is no checkpoint
+    save(writer(run, keep_last=2, keep_best=True), 6, 7, 8)  # step 5 has no checkpoint
     assert run.steps_on_disk() == [4, 7, 8] and pointer.read_text() == "step_4\n"
     evaluate(run, _9=0.75)
     save(writer(run, keep_last=2, keep_best=True), 9, 10, 11)
@@ -278,7 +280,7 @@ def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> 
     assert where_to_go_on(run).endswith(": no earlier one is intact")
     told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
     said = failure_message(told, run, parent_of())
-    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
+    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not advice to resume with auto
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
@@ -300,7 +302,7 @@ def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
         tmp_path,
         b"abc" * (1 << 22),
         b"abd" * (1 << 22),
-    )  # more than a block of what is read at once
+    )  # more than one block of a read
     for name, content in {"a": whole, "policies/main/b": b"", "c": b"xyz"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -310,7 +312,7 @@ def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
     (folder / "a").write_bytes(flipped)
     for i in range(9):
         (folder / f"mine{i}").touch()
-    (folder / "d").mkdir()  # a folder is no file
+    (folder / "d").mkdir()  # a folder is not a file
     assert missing_or_cut(folder) is None
     (folder / "policies/main/b").unlink()
     assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
@@ -322,7 +324,7 @@ def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
         *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
     ]
     assert damage(folder) == found and missing_or_cut(folder) == found[1]
-    # two ranks share the files; the first looks for strangers
+    # Two ranks share the files; the first looks for unknown ones.
     assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
     (folder / "a").unlink()
     (folder / "a").mkdir()

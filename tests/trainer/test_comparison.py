@@ -1,4 +1,4 @@
-"""A weight sync's comparison on made-up log-probs, and the roundings that it needs."""
+"""A weight sync's comparison of made-up log-probs, and the rounding noise that it needs."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ TRAINER = TrainerScores(list(OURS), list(OURS + NOISE))
 
 
 def engine(scale: float, seed: int = 0) -> np.ndarray:
-    """Another program, `scale` times as far away as the trainer's own roundings."""
+    """Return log-probs of another program, `scale` times as far away as the trainer's own rounding errors."""
     return OURS + np.random.default_rng(seed).normal(0, 0.01 * scale, SHAPE).astype(np.float32)
 
 
 def test_rounding_passes_and_reports_its_largest_difference() -> None:
     theirs = engine(1)
-    theirs[3, 7] += 4  # a token whose experts were chosen otherwise
+    theirs[3, 7] += 4  # a token with other experts
     theirs[:, 11] += 0.5
     report = EngineComparison().compare(TRAINER, [engine(0.5), theirs], 0)
     assert report.num_tokens == 640 and report.largest == pytest.approx(4, abs=0.1)
     assert report.median == pytest.approx(0.0067, rel=0.2) and report.noise == pytest.approx(0.0067, rel=0.1)
-    assert report.bound == pytest.approx(2 * 1.645 * 0.01, rel=0.1)  # 90 % of a normal lie within 1.645 deviations
+    # 90 % of a normal distribution lie within 1.645 standard deviations
+    assert report.bound == pytest.approx(2 * 1.645 * 0.01, rel=0.1)
     assert report.share == pytest.approx(17 / 640, abs=0.005) and 0.7 < report.ratio < 1.4
 
 
 def refusal(
     engines: list[np.ndarray], *, trainer: TrainerScores = TRAINER, comparison: EngineComparison | None = None
 ) -> str:
-    """Of version 2, by its first comparison unless others are given before."""
+    """Return the error of version 2 in its first comparison, or after the given ones."""
     with pytest.raises(RuntimeError) as raised:
         (comparison or EngineComparison()).compare(trainer, engines, 2)
     return str(raised.value)
@@ -55,7 +56,7 @@ def test_a_median_beyond_rounding_names_bound_engine_and_token() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "fails", "says"),
-    [  # an eighth, and a quarter, of the tokens: routers do the one; half of the last tokens, and one more
+    [  # an eighth, and a quarter, of the tokens (as routers can change); half of the last tokens, and one more
         (np.s_[:, :5], np.s_[:, :10], r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"),
         (np.s_[:8, -1], np.s_[:9, -1], "9 of the 16 last tokens, .* prefix cache, differ by more than"),
     ],
@@ -71,13 +72,13 @@ def test_a_part_of_the_tokens_that_is_off_is_named(passes: Any, fails: Any, says
 def test_later_versions_are_judged_by_the_first_comparison() -> None:
     comparison, near = EngineComparison(), EngineComparison()
     comparison.compare(TRAINER, [engine(2.2)], 0)
-    # never more than the first may have
+    # Never more than the first may have.
     assert re.search(r"expected at most 0\.0\d+ \(3 x", refusal([engine(3.6)], comparison=comparison))
     near.compare(TRAINER, [engine(0.2)], 0)
-    near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than rounding is
+    near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than the rounding error
     assert "(2 x" in refusal([engine(2.4)], comparison=near)
     EngineComparison().compare(TRAINER, [engine(2.4)], 2)
-    exact = TrainerScores(list(OURS), list(OURS))  # without noise: what float32 resolves
+    exact = TrainerScores(list(OURS), list(OURS))  # without noise: float32's resolution
     EngineComparison().compare(exact, [OURS + np.float32(1e-6)], 0)
     assert "median" in refusal([OURS + np.float32(1e-5)], trainer=exact)
 

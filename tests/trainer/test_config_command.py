@@ -1,4 +1,4 @@
-"""`marsrl config`, `init --from-run`, `completion`, `--help`; exits of commands whose surroundings refuse them."""
+"""`marsrl config`, `init --from-run`, `completion`, `--help`; exit codes of commands in an unsuitable environment."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_run_s_settings_become_a_file_that_gives_them_again(words: list[str], 
     assert again.run.name is None
     assert again.model_copy(update={"run": config.run}) == config
     written = yaml.safe_load(out.read_text())
-    assert len(str(written)) < 700, written  # what differs, and no more
+    assert len(str(written)) < 700, written  # only the differences
     assert main(["init", "--from-run", str(run), str(out)]) == 2 and "exists" in capsys.readouterr().err
     assert main(["init", "--from-run", str(tmp_path), str(out)]) == 2 and "no config.yaml" in capsys.readouterr().err
 

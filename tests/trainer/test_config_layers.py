@@ -1,4 +1,4 @@
-"""Preset, file and words: what a file inherits, what a saved config gives again, and that errors say where a key was given."""
+"""Preset, file and arguments: inheritance, reloading of saved configs, and locations of keys in errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_file_has_the_defaults_of_its_task_where_it_is_silent(
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_state_what_they_do_not_take_from_their_task(preset: str) -> None:
-    """By name and by file it is the same, stands on its task's preset or the one it names, and on itself never."""
+    """By name and by file it is the same, and builds on its task's preset or the one it names, never on itself."""
     config, origin = read_config(preset)
     assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
     own = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
@@ -112,13 +112,13 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
     assert saved.read_text().splitlines()[:2] == [f"# settings: {origin}", "preset: none"]
     again, origin = read_config(saved)
     assert again == config and str(origin) == str(saved)
-    # a run that is resumed with its own file leaves no second one
+    # A run that is resumed with its own file writes no second one.
     assert run.write_config(again.model_dump(mode="json"), made_of=str(origin)) == saved
 
 
 @pytest.mark.parametrize("by_word", [True, False])
 def test_a_presets_policies_without_agents_are_left_out(by_word: bool) -> None:
-    """Also where --config names it: one policy for both is then a word."""
+    """Also if --config names it: one policy for both is then a single argument."""
     name = "cpu_solver_verifier"
 
     def policies(*words: str) -> list[str]:
@@ -228,7 +228,7 @@ def test_paths_are_relative_to_the_file_or_working_directory(tmp_path: Path) -> 
     assert config.agents["solver"].prompt == f"{there}/words.yaml"
     main, hub = config.policies["main"], config.policies["hub"]
     assert (main.model, main.reference) == (f"{there}/models/one", "start")
-    # nothing is there, and so it may be a hub's
+    # Nothing is there, so it may be a hub's name.
     assert (hub.model, hub.reference) == ("Qwen/Qwen3-0.6B", f"{there}/models/two")
     assert hub.adapter is not None and hub.adapter.start == f"{there}/peft"
     words = ["data.train=c.jsonl", "data.eval=[d.jsonl, {path: e.jsonl}]"]
@@ -249,7 +249,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
         return [warning for warning in found if warning.startswith("rollout.engine is")]
 
     assert warned() == ["rollout.engine is vllm, which ignores rollout.local.max_num_seqs"]
-    assert warned("rollout.engine=local") == []  # what the file says of vLLM is for when it decodes
+    assert warned("rollout.engine=local") == []  # the file's vLLM settings apply when it decodes
     word = "rollout.vllm.max_num_seqs=8"
     ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
     assert warned("rollout.engine=local", word) == [ignored]
@@ -258,7 +258,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [  # {}: the file
-        ("- 1\n- 2\n", [], "{}"),  # which is no mapping
+        ("- 1\n- 2\n", [], "{}"),  # which is not a mapping
         ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: the line is indented with a tab; use spaces"),
         ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: the line is indented with a tab; use spaces"),
         ("", ["rollout.group_size", "=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
@@ -285,7 +285,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
         ("task: math\n\nrollout:\n  segments: 2\n", ["rollout.segment_length=100"],
          " (rollout.segments: {}:4; rollout.segment_length: command line; "
          f"rollout.max_response_tokens: preset math_default.yaml:{LINE})"),
-        # which the error writes without `policies`
+        # The error leaves out `policies`.
         ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
          "(policies.main.optimizer.overlap_param_gather: {}:4)"),
         ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],

@@ -1,4 +1,4 @@
-"""Credit by hand-computed groups."""
+"""Credit of groups computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
 
 def ended(groups: list[Group], *outcomes: float) -> list[Group]:
-    """The same groups, whose samples have these outcomes, in order."""
+    """Return the same groups with these outcomes of their samples, in order."""
     left = iter(outcomes)
     return [replace(g, samples=tuple(replace(s, outcome=next(left)) for s in g.samples)) for g in groups]
 
@@ -44,7 +44,7 @@ def test_equal_rewards_train_nothing_but_count_in_denominators() -> None:
 
 
 def trajectories(*rewards: list[float], instance: str = "0") -> list[Group]:
-    """A Solver's and a Verifier's group of calls, of trajectories solver -> verifier -> solver ... with these rewards."""
+    """Return a Solver's and a Verifier's group of calls, of trajectories solver -> verifier -> solver ... with these rewards."""
     calls: dict[str, list[Sample]] = {"solver": [], "verifier1": []}
     for episode, each in enumerate(rewards):
         for place, reward in enumerate(each):
@@ -69,7 +69,7 @@ SHARED = {"solver": AgentConfig(), "verifier1": AgentConfig()}
 def test_the_published_baseline_counts_each_trajectory_once(
     normalise: Any, std: Any, right: float, wrong: float
 ) -> None:
-    """Dr. MAS's math team: 6 solutions approved, of 2 calls each; 2 rejected and solved again, of 3."""
+    """Dr. MAS's math team: 6 solutions approved after 2 calls each; 2 rejected and solved again, 3 calls each."""
     groups = trajectories(*[[1, 1]] * 6, *[[0, 0, 0]] * 2)
     found = credit(groups, CreditConfig(normalise=normalise, std=std), SHARED).advantages
     assert len(found) == 6 * 2 + 2 * 3
@@ -83,7 +83,7 @@ def test_std_none_compares_with_the_other_samples_undivided() -> None:
     credited = credit(groups, CreditConfig(std="none"), SHARED)
     assert list(credited.advantages.values()) == pytest.approx([1, *[-1 / 3] * 3, 0, 0, 0])
     assert {s.uid for s in credited.sequences} == {f"0/solver:{i}" for i in range(4)}
-    # Dr. GRPO's advantages, R - mean of all, times 4 / 3
+    # Dr. GRPO's advantages, R - mean of all, multiplied by 4 / 3.
     assert [s.advantage * 3 / 4 for s in credited.sequences] == pytest.approx([0.75, *[-0.25] * 3])
 
 
@@ -114,7 +114,7 @@ def test_a_step_counts_a_session_once_and_not_its_own_reward() -> None:
 
 
 def test_calls_of_a_trajectory_share_one_advantage() -> None:
-    # means 1, 1/2, of the reward that is known 0, and none; another problem's are not compared with these
+    # Means 1, 1/2, 0 from the only known reward, and none; another problem's are not compared with these.
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
     groups += trajectories([5, 5], [5, 5], instance="1")
     credited = credit(groups, CreditConfig(normalise="trajectory"), SHARED)
@@ -127,7 +127,7 @@ def test_calls_of_a_trajectory_share_one_advantage() -> None:
 
 
 def of_sessions(*rewards: list[float], agent: str = "solver", program: bool = True) -> Group:
-    """An agent's samples in one problem's sessions, with these rewards; program: False: of a team of ours."""
+    """Return an agent's samples in one problem's sessions, with these rewards. program: False: of a native team."""
     turns = (Turn(1, 0, 3, Finish.STOP),) if program else ()
     samples = (
         sample(f"0.{i}/{agent}#{j}:0", r, agent=agent, rollout_id="0", group_id=f"0/{agent}", turns=turns)
@@ -142,7 +142,7 @@ NORMALISE = ("group", "agent", "agent_mean", "agent_std", "global")
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> None:
-    """As with a summary in place of the history after each of three turns."""
+    """As with a summary that replaces the history after each of three turns."""
     rules, groups = CreditConfig(normalise=normalise), [of_sessions([1, 1, 1, 1], [0])]
     groups.append(of_sessions([0], [1, 1, 1], agent="verifier1"))
     credited = credit(groups, rules, SHARED)
@@ -153,7 +153,7 @@ def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> No
 
 
 def test_a_sample_is_compared_with_the_means_of_sessions() -> None:
-    # means 1/2, 0 and 1; a session without a reward is none, and neither is a sample without
+    # Means 1/2, 0 and 1; sessions and samples without a reward do not count.
     group = of_sessions([1, 0, math.nan], [0, 0], [1], [math.nan])
     credited = credit([group], CreditConfig(), SHARED)
     std = math.sqrt(1 / 6)
@@ -201,12 +201,12 @@ def test_answering_and_trained_agents_do_not_change_comparisons() -> None:
     rules = CreditConfig(normalise="global")
     expected = credit(groups, rules, SHARED)
     found = credit(groups, rules, two)
-    parts = [found.of([name]) for name in two]  # as the loop cuts it, by policy
+    parts = [found.of([name]) for name in two]  # split by policy, as in the loop
     assert {uid: a for part in parts for uid, a in part.advantages.items()} == expected.advantages
     assert sorted(s.uid for part in parts for s in part.sequences) == sorted(s.uid for s in expected.sequences)
     assert [part.num_tokens for part in parts] == [18, 12] and expected.num_tokens == 30
     assert {g.agent for g in parts[0].groups} == {"solver"} and len(parts[0].groups) == 2
-    # the Verifier stays in the Solver's baseline when it is not trained, and out of all that is
+    # If the Verifier is not trained, it stays in the Solver's baseline but is left out of everything else.
     alone = credit(groups, rules.model_copy(update={"train_agents": ("solver",)}), SHARED)
     assert alone.advantages == parts[0].advantages and alone.counted == parts[0].counted
     apart = [credit(groups[::2], rules, SHARED).advantages[uid] for uid in alone.advantages]
@@ -221,7 +221,7 @@ def test_an_outcome_is_shared_across_policies_and_training() -> None:
     ]
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
     rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
-    # corrected: solver:0 counts 1, as the report and the correction do; solver:2 is the one failure of five
+    # Corrected: solver:0 counts 1, as do report and correction; solver:2 is the one failure of five.
     credited = credit(ended(groups, 1, 1, 0, 1, 1), rules, agents)
     assert credited.advantages == pytest.approx(
         {"0/solver:0": 0.5, "0/solver:1": 0.5, "0/solver:2": -2.0, "v:0": 0.5}, rel=1e-4
@@ -246,7 +246,7 @@ def test_positive_means_success_before_penalties_above_baseline() -> None:
 
 
 def test_a_right_verdict_with_a_failed_outcome_is_not_positive() -> None:
-    # one that finds the error, which stays, and a false alarm, which is repaired
+    # One finds the error, which stays; one is a false alarm, which is repaired.
     groups = ended([group("v", [1, 0], "verifier1")], 0, 1)
     for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
         credited = credit(groups, CreditConfig.model_validate({"reward_scheme": scheme}), AGENTS)
@@ -258,11 +258,11 @@ def test_outcomes_keep_only_form_penalties_and_may_be_missing() -> None:
     groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
     first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
     assert first == Reward(0.4, 0.5, {"outcome": 0.5, "format": -0.1}) and second.is_missing
-    gone = replace(sample("0/solver:0", math.nan), finish=Finish.ERROR)  # its engine gave up, its episode went on
+    gone = replace(sample("0/solver:0", math.nan), finish=Finish.ERROR)  # its engine failed, but its episode continued
     (failed,) = outcome_rewards(ended([Group("0/solver", "0", "solver", (gone,))], 1))
     assert failed.samples[0].reward.is_missing
     (right,) = outcome_rewards(ended([group("1/solver", [0])], 1))
-    assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named where there is none
+    assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named if there is none
 
 
 def test_zero_advantages_train_if_another_term_has_a_gradient() -> None:
@@ -282,25 +282,25 @@ def variance_inflation(groups: list[Group]) -> dict[str, float]:
 
 def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
-    # all: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3
+    # All: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3.
     assert variance_inflation(groups) == pytest.approx({"solver": 5 / 3, "verifier1": 1 / 3})
-    # an easy and a hard prompt: their means differ, and that is no difference between agents
+    # An easy and a hard prompt: their means differ, which is no difference between agents.
     other = [group("1/solver", [0, 0, 1, math.nan]), group("1/solver:0/verifier1", [0, 1], "verifier1")]
-    # all five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12
+    # All five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12.
     assert variance_inflation(other) == pytest.approx({"solver": (2 / 9 + 1 / 225) * 25 / 6, "verifier1": 13 / 12})
-    # which is what one baseline for all does to the squares of the advantages
+    # This is how a common baseline changes the squares of the advantages.
     moments = {}
     for normalise in ("global", "agent"):
         found = credit(other, CreditConfig.model_validate({"normalise": normalise}), SHARED).advantages.items()
         moments[normalise] = [sum(a**2 for uid, a in found if uid[:-2].endswith(name)) for name in SHARED]
     gained = [one / own for one, own in zip(moments["global"], moments["agent"], strict=True)]
     assert gained == pytest.approx(list(variance_inflation(other).values()), rel=1e-4)
-    assert variance_inflation([*groups, *other]) == pytest.approx(  # a prompt weighs as many as the agent's calls
+    assert variance_inflation([*groups, *other]) == pytest.approx(  # a prompt weighs as much as the agent's calls
         {"solver": (4 * 5 / 3 + 3 * 17 / 18) / 7, "verifier1": (4 / 3 + 2 * 13 / 12) / 6}
     )
     flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
     assert variance_inflation([*groups, *flat]) == variance_inflation(groups)
-    alone = group("3/solver", [1, 0])  # nobody was asked about it: a common baseline is its own
+    alone = group("3/solver", [1, 0])  # not asked about anything else: a common baseline equals its own
     assert variance_inflation([*groups, alone])["solver"] == pytest.approx((20 / 3 + 2) / 6)
 
 
@@ -308,7 +308,7 @@ def test_agent_statistics_are_per_prompt_and_averaged_over_calls() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/v", [1, 1], "verifier1")]  # a prompt without a flat agent alone
     groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
     found = drmas_metrics(groups)
-    # flat ones count: 4 calls with mean and deviation 1/2, 2 calls with 0; pooled, the Solver's deviation would be .471
+    # Flat groups count: 4 calls with mean and deviation 1/2, 2 calls with 0; pooled, the Solver's deviation would be .471.
     expected = {"solver/mu": 4 * 0.5 / 6, "solver/sigma": 4 * 0.5 / 6, "verifier1/mu": 2 / 3, "verifier1/sigma": 0}
     assert {name: found[f"drmas/{name}"] for name in expected} == pytest.approx(expected)
 
@@ -330,7 +330,7 @@ def test_drawn_samples_depend_on_seed_instance_and_agent_only() -> None:
         samples = [sample(f"{rollout}/{agent}:{i}", 1, agent=agent) for i in range(9)]
         return [i for i in range(9) if balanced(samples[::step], 3, seed)[f"{rollout}/{agent}:{i}"]]
 
-    # no other draw tomorrow, or a run that goes on would train otherwise; the order of arrival does not matter
+    # The draw must not change when a run is resumed; the order of arrival does not matter.
     assert drawn() == drawn(step=-1) == [0, 1, 4]
     assert drawn() not in (drawn("1"), drawn(agent="verifier1"), drawn(seed=1))
 
@@ -344,10 +344,10 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     taken = [uid for uid, number in copies.items() if number]
     assert [s.uid for s in credited.sequences] == list(credited.counted) == taken and len(taken) == 3 + 2 + 3
     twice = {uid for uid, number in copies.items() if number == 2}
-    assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # of the rest each stands for itself
+    assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # the others stand only for themselves
     assert credited.num_tokens == 3 * 9
     plain = credit(groups, CreditConfig(), AGENTS)
-    assert credited.advantages == plain.advantages and plain.copies == {}  # nobody is compared with others for it
+    assert credited.advantages == plain.advantages and plain.copies == {}  # nothing is compared with others for it
     solver, verifier = credited.of(["solver"]), credited.of(["verifier1"])
     assert solver.copies == {} and solver.num_tokens == 18
     assert verifier.copies == credited.copies and verifier.num_tokens == 9
@@ -379,7 +379,7 @@ def test_a_teacher_changes_only_sampled_tokens() -> None:
 
 
 def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
-    """Or a token would lower its own advantage; one that cannot be compared spoils no other sample."""
+    """Otherwise a token would lower its own advantage. A sample that cannot be compared affects no other."""
     agents = {name: AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big")) for name in ("solver", "verifier1")}
     student = np.full(3, -1, np.float32)
     groups = [
@@ -390,7 +390,7 @@ def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
     differences = ([-1, -2, -3], [4, 4, 4], [math.nan, 6, 6], [1, 2, 3])
     known = {uid: student + np.array(d, np.float32) for uid, d in zip(uids, differences, strict=True)}
     sequences = credit(groups, CreditConfig(), agents, teacher_logprobs=known).sequences
-    assert not any(s.is_positive or s.advantage for s in sequences)  # without a reward of its own no sample is positive
+    assert not any(s.is_positive or s.advantage for s in sequences)  # a sample without its own reward is not positive
     found = [s.token_advantages for s in sequences]
     baselines = ((3 * 4 + 2 * 6) / 5, (2 * 6 - 6) / 5, (3 * 4 - 6) / 6, 0)
     for advantages, own, baseline in zip(found, differences, baselines, strict=True):
@@ -402,7 +402,7 @@ def test_masked_cut_samples_stay_in_their_groups_statistics() -> None:
     cut = replace(sample("0/solver:2", 0), finish=Finish.LENGTH)
     groups = [Group("0/solver", "0", "solver", (sample("0/solver:0", 1), sample("0/solver:1", 0), cut))]
     plain = credit(groups, CreditConfig(), AGENTS)
-    known = {"0/solver:2": np.full(3, -0.5, np.float32)}  # a teacher's, nor a KL term's, gradient comes back
+    known = {"0/solver:2": np.full(3, -0.5, np.float32)}  # neither a teacher's nor a KL term's gradient comes back
     agents = {"solver": AgentConfig(teacher=TeacherConfig(policy="big"))}
     masked = credit(groups, CreditConfig(), agents, masks_truncated=True, keep_zero=True, teacher_logprobs=known)
     assert {s.uid for s in plain.sequences} == {f"0/solver:{i}" for i in range(3)} and plain.num_tokens == 9

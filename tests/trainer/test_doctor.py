@@ -1,5 +1,6 @@
-"""What `marsrl doctor` says of this machine and of a config; placement of ranks and engines on GPUs, and the way of weights,
-from settings alone; and a GPU that PyTorch does not see, which is refused with the reason."""
+"""`marsrl doctor`: its findings about this machine and a config; placement of ranks, engines and weights from settings alone; and
+a GPU that PyTorch does not see, which is refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ def test_the_way_of_weights_follows_from_the_placement(
     decided = with_backend(config_of(rollout, sync), on_gpus=on_gpus)
     assert decided.sync.backend == backend
     assert with_backend(decided, on_gpus=not on_gpus) == decided
-    RunConfig.model_validate(decided.model_dump())  # config.yaml of the run
+    RunConfig.model_validate(decided.model_dump())  # the run's config.yaml
 
 
 WIDE = {"engines": 11, "ray_address": "here", "vllm": {"tensor_parallel": 2}}
@@ -178,11 +179,10 @@ PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Makes this one a machine with that driver and that PyTorch.
+    """Make this machine look like one with that driver and that PyTorch.
 
-    driver: as nvidia-smi says. module: as the kernel says, also to containers without its GPUs. build: torch.version.cuda, and
-    whether PyTorch sees a GPU.
-    """
+    driver: version from nvidia-smi. module: version from the kernel, which containers without its GPUs see too. build:
+    torch.version.cuda, and whether PyTorch sees a GPU."""
 
     def make(driver: str | None, module: str | None = None, build: str | None = None) -> None:
         os.environ["PATH"] = str(tmp_path / "bin")
@@ -214,12 +214,12 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
         ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
         ((NEW,), "", "auto", {HERE, CPU_BUILD}),
         ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
-        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what is to be done before and after the install
+        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # actions before and after the install
         (("535.183.01", None, "12.6"), "", "auto", {HERE}),  # new enough: PyTorch itself says why
-        ((None, NEW), "", "auto", None),  # a container without the GPUs of its host
+        ((None, NEW), "", "auto", None),  # a container without its host's GPUs
         ((None, NEW, "13.0"), "", "auto", {HERE}),
         ((OUTDATED,), "MARSRL_DEVICE=cpu", "auto", None),
-        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),  # a word to the install
+        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),  # a setting for the install
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
         ((NEW, None, "13.0 and sees"), "", "auto", None),

@@ -1,4 +1,4 @@
-"""Evaluation of scripted teams whose numbers are known beforehand."""
+"""Evaluation of scripted teams whose results are known in advance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed
 
 
 def answer_of(words: list[str], start: int = 1, end: str = "<|assistant|>") -> str:
-    """The right answer to the problem that a prompt states from this word on; by default a Solver's or Corrector's."""
+    """Return the right answer to the problem that a prompt states from this word on; default: a Solver's or Corrector's."""
     chain = words[start : words.index(end)]
     return Chain(int(chain[1]), tuple(chain[3::2])).answer
 
@@ -53,7 +53,9 @@ def is_solver(request: DecodeRequest) -> bool:
 
 
 def critics(*, err: bool) -> Script:
-    """A Solver that is right half of the time, critics that never err: or flag everything and break what they are shown."""
+    """A Solver that is right half of the time, and critics that never err, or that flag everything and break what they are
+    shown.
+    """
 
     def say(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         words = [w for w in words_of(request, renderer) if w]
@@ -87,7 +89,7 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     result = judged.evaluate(VERSIONS)
     assert len(fixed.inputs["verifier1"]) == 20
     assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
-    # nothing is flagged twice
+    # Nothing is flagged twice.
     assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "alone", "system"]
     assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
     assert result.agents["solver"].n == 40
@@ -97,7 +99,7 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     corrector = result.agents["corrector1"]
     assert (
         corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
-    )  # it is shown no right ones
+    )  # it gets no right solutions
     assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 
@@ -112,7 +114,9 @@ def test_a_verifier_flagging_everything_scores_at_chance(evaluator: Any) -> None
     assert verifier.detection_precision is not None and 0.2 < (verifier.detection_precision.mean or 0) < 0.8
     breaks = result.agents["corrector1"].breaks
     assert breaks is not None and breaks.mean == 1.0
-    assert result.system.mean == result.agents["solver"].mean  # nothing is accepted; the earliest of equals counts
+    assert (
+        result.system.mean == result.agents["solver"].mean
+    )  # nothing is accepted; the earliest of equal solutions counts
     loops = [result.agents[name].loop_confusion for name in ("verifier1", "verifier2")]
     # four Verifier calls a problem
     assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
@@ -186,14 +190,14 @@ def said(answer: str | None, correct: float | None = 0.0, tokens: int = 10) -> S
 def test_the_majority_s_answer_counts_and_equals_share() -> None:
     right = said("7", 1.0)
     assert majorities([right, right, said("8")], [3])[3][0] == 1
-    assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space makes no other answer
+    assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space does not make another answer
     assert majorities([right, said("8")], [2])[2][0] == 0.5
-    # two ways to be right
+    # Two ways to be right.
     assert majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
     assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # no answer, no vote
     assert majorities([said(None)] * 2, [2])[2][0] == 0
     assert math.isnan(majorities([right], [2])[2][0])
-    # of two of {7, 7, 8}: a third of the pairs agree on 7, in the others one of both is right
+    # Of two of {7, 7, 8}: a third of the pairs agree on 7; in the others one of both is right.
     assert majorities([right, right, said("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
 
 
@@ -221,7 +225,7 @@ def test_kept_draws_are_reused_only_for_one_version_and_team(evaluator: Any, tmp
     with Kept(tmp_path / "kept") as kept:
         found = judged.evaluate(VERSIONS, kept=kept)
         num_asked = len(asked)
-        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is kept, too
+        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is saved, too
         assert judged.num_kept({"main": 1}, kept) == (0, 16)
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
@@ -233,7 +237,7 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
     with Kept(tmp_path) as kept:
         judged.collect_inputs(VERSIONS, kept=kept)
         found = judged.evaluate(VERSIONS, kept=kept)
-        assert not any(draw.prompts for draw in kept.draws.values())  # on disk only
+        assert not any(draw.prompts for draw in kept.draws.values())  # only on disk
     file = tmp_path / "draws.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for draw in (line["answer"] for line in lines):
@@ -250,7 +254,7 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
             {name: value for name, value in call.items() if name not in ("is_read", "prompt", "text")}
             for call in line["answer"]["calls"]
         ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as before there were texts
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as before texts were saved
     with Kept(tmp_path) as kept:
         old = judged.evaluate(VERSIONS, kept=kept)
     assert old.system == found.system and old.agents["solver"].missing is None and old.notes == ()
@@ -346,7 +350,7 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
     alone = checked()
     held_out = {p.question for p in alone.task.held_out(100, 0)}
     trained = {problem.question for problem in map(alone.task.problems(0), range(200))}
-    # a tenth of 20 questions, each of which stands there twice
+    # A tenth of 20 questions, each of which occurs twice.
     assert len(held_out) == 2 and alone.problems.num_taken == 4
     assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"

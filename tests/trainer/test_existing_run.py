@@ -1,4 +1,4 @@
-"""Settings that may differ when a run goes on, and its prompt files. Dry runs: tests/integration/test_bad_input.py."""
+"""Settings that may differ when a run is resumed, and its prompt files. Dry runs: tests/integration/test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(*words: str) -> RunConfig:
 
 
 def begun(folder: Path, *words: str) -> RunDirectory:
-    """A run of these settings that has a checkpoint of step 4."""
+    """A run with these settings that has a checkpoint of step 4."""
     run, config = RunDirectory.create(folder, "mine", "preset"), settings(*words)
     keep_settings(run, config, "")
     run.checkpoint(4).mkdir(parents=True)
@@ -44,7 +44,7 @@ def begun(folder: Path, *words: str) -> RunDirectory:
 
 @pytest.mark.parametrize("began", ["float32", "bfloat16"])
 def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) -> None:
-    """One of the two is not what this machine computes with."""
+    """This machine does not compute natively with one of the two."""
     run = begun(tmp_path, f"policies.main.dtype={began}")
     again = settings("policies.main.dtype=auto", f"run.dir={tmp_path}", "run.resume=auto")
     decided, said = decide_dtypes(again, settings_to_resume(again))
@@ -57,7 +57,7 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
 
 
 def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
-    """Preflight decides it: float32 on this machine, with weights that vLLM rounds from 16 bits."""
+    """Preflight decides it: float32 on this machine, with weights that vLLM quantises from 16 bits."""
     frozen = "policies={main: {model: /m, frozen: true, dtype: auto}}"
     fp8 = read_config(None, [frozen, "rollout.vllm.quantization=fp8"], trains=False)[0]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="set rollout.vllm.dtype=bfloat16"):
@@ -104,7 +104,7 @@ COSINE = ["policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: cosine, 
     ],
 )
 def test_a_resume_tells_both_learning_rates(words: list[str], rates: str, causes: str, tmp_path: Path) -> None:
-    """Those of the next step, once: another start with the same settings has nothing to tell."""
+    """The next step's, once: another start with the same settings has nothing to report."""
     run, again = begun(tmp_path, *COSINE), settings("run.resume=auto", *COSINE, *words)
     *_, said = resume_lines(run, again, {})
     assert said.startswith(f"warning: step 5 trains policies.main at a learning rate of {rates}") and causes in said
@@ -169,7 +169,7 @@ def test_a_moved_model_is_accepted_but_not_another_shape(tmp_path: Path) -> None
     wanted = rf"policies.main.model \({differing}\); undo"
     with pytest.raises(ValueError, match=wanted):
         resume_lines(run, settings(f"policies.main.model={other}"), {})
-    (model / "config.json").unlink()  # what it was is not known any more: the checkpoint's own tensors decide
+    (model / "config.json").unlink()  # the model's config is gone: the checkpoint's tensors decide
     assert len(resume_lines(run, settings(f"policies.main.model={moved}"), {})) == 2
 
 
@@ -192,7 +192,7 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     began = [Problem("a", "1+1", "2", "math"), Problem("b", "2+2", "4", "math")]
     data = {"data.train": fingerprint(began), "data.eval": fingerprint(began[:1])}
     run = begun(tmp_path)
-    assert resume_lines(run, settings("run.resume=auto"), data)  # begun by a version that kept none
+    assert resume_lines(run, settings("run.resume=auto"), data)  # begun by a version that saved none
     run.keep_data(data)
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}

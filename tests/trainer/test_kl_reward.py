@@ -15,7 +15,7 @@ def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
     pairs = torch.tensor(list(itertools.product(range(3), repeat=2)))
 
     def logprobs(of_first: torch.Tensor, of_second: torch.Tensor) -> torch.Tensor:
-        """[9, 2] of both tokens of every sequence."""
+        """Return [9, 2], both tokens of every sequence."""
         later = of_second.log_softmax(-1)[pairs[:, 0], pairs[:, 1]]
         return torch.stack([of_first.log_softmax(-1)[pairs[:, 0]], later], 1)
 
@@ -29,7 +29,7 @@ def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
 
 
 def test_a_penalty_is_compared_with_the_agents_other_samples() -> None:
-    """Over two batches. The token that is not trained is in no mean; the second agent's sample is alone."""
+    """Over two batches. The untrained token is in no mean; the second agent has only one sample."""
     log_ratio, trained = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0]), torch.tensor([True, True, False, True, True])
     first = KlToGo.of(log_ratio, trained, torch.tensor([0, 2, 5]), torch.tensor([0, 1]))
     second = KlToGo.of(torch.tensor([7.0]), torch.tensor([True]), torch.tensor([0, 1, 1]), torch.tensor([0, 0]))

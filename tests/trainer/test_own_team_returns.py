@@ -1,5 +1,6 @@
-"""`marsrl try`: whom a team asks, with made-up answers or those of a table. Values that a user's team returns: some are accepted,
-and the rest ends one episode or sample, in one line with the place."""
+"""`marsrl try`: which agents a team asks, with made-up answers or a table's. Values returned by a user's team: valid ones are
+accepted, and invalid ones end one episode or sample, with one line that names the location.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ class Pair(Orchestration):
         said = episode.said(first)
         return [first] if said is None else [first, episode.ask("critic", said)]
 """
-SECOND = ".1/"  # the second of the two episodes returns it, the first what it should
+SECOND = ".1/"  # the second of the two episodes returns it, the first a valid value
 
 
 def play(tmp_path: Path, method: str, otherwise: str = "") -> dict[str, Sample]:
-    """Samples by uid of two episodes, by a team with this method, which is its tail."""
+    """Return the samples by uid of two episodes, by a team with this method."""
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
     config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
@@ -56,7 +57,7 @@ def line_of(tmp_path: Path, words: str) -> int:
 def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
     samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}")
     assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
-    # which a run looks at before it begins
+    # A run checks this before it begins.
     words = [f"orchestration={tmp_path}/my_team.py:Pair", "rollout.engine=local", "rollout.placement=local"]
     preflight(read_config(None, words)[0], world_size=1)
 
@@ -99,7 +100,7 @@ CASES = [
 def test_unusable_returns_end_only_their_episode_or_sample(
     method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second episode's critic returns it: without messages the episode ends there, else its sample is an error."""
+    """The second episode's critic returns it. From `messages` it ends the episode, otherwise its sample is an error."""
     given = PARAMETERS[method]
     who, its_agent = ("ask.id", "ask.agent") if method == "messages" else ("sample.uid", "sample.agent")
     body = f"""
@@ -169,7 +170,7 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
          "Pair.follow: ValueError: 000001.0/solver: num_samples is 1.5; expected an integer of at least 1"),
         (ASKS.format("turn='a:b'"), 0, 0,
          "Pair.follow: TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
-        # the episode's generator draws the same again
+        # The episode's generator draws the same numbers again.
         (ASKS.format("turn=episode.rng('turn').randrange(10**9)"), 2, 0, ""),
         (GOES_ON.format("''"), 2, 2, "expected text, messages, or None"),
         (GOES_ON.format("'more'"), 2, 2, "continues more often than rollout.max_turns = 3 times"),
@@ -251,7 +252,7 @@ def test_a_table_answers_each_call_and_the_tree_shows_rewards(
     assert lines[0] == "a 3 b *7   (answer: 1)"
     right, wrong = (next(i for i, line in enumerate(lines) if f"episode 000001.{n}" in line) for n in (0, 1))
     first = lines[right + 1 : wrong]
-    # calls of the Solver: 1 and 2 in the first turn, 1 and 2 again in the second; its four rewards are 1 0 1 0
+    # Calls of the Solver: 1 and 2 in the first turn, 1 and 2 again in the second; its four rewards are 1 0 1 0.
     assert [line.partition("─ ")[2] for line in first] == [
         "solver:0  'so Answer: 1'  reward 1, advantage +1.00",
         "verifier:0  'Verdict: wrong'  reward 0, advantage -1.00",
@@ -296,9 +297,7 @@ def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytes
     assert [line.partition(" the form")[0] for line in lines if "warning" in line] == [
         "warning: the prompt of agents.solver, as solver, does not show"
     ]
-    assert not any(
-        "warning" in line for line in shown(capsys, *words)
-    )  # the built-in task's policy is taught its forms
+    assert not any("warning" in line for line in shown(capsys, *words))  # the built-in task's policy learns its forms
 
 
 @pytest.mark.parametrize(

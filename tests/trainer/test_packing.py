@@ -1,4 +1,4 @@
-"""A step cut into mini-batches: whole groups, every token once, the same cut from the same seed; and these into micro-batches."""
+"""Splitting a step into mini-batches (whole groups, every token once, reproducible by seed), and these into micro-batches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_kept_tokens_are_stored_at_the_predicting_position() -> None:
     ("places", "said"),
     [
         ([[3, 4], [6], [7]], "token 1 of sample s is 5, but it is not among the 1"),
-        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # a place too far
+        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # an index too far
     ],
 )
 def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], said: str) -> None:
@@ -107,15 +107,15 @@ def test_supervised_weights_stand_where_their_token_is_predicted() -> None:
 
 
 def test_plans_by_hand() -> None:
-    # 5 + 3, 4 + 3, 2: the first micro-batch with room, the longest sequence first
+    # 5 + 3, 4 + 3, 2: the first micro-batch with room, the longest sequence first.
     assert plan_micro_batches([5, 4, 3, 3, 2], 1, 8) == [[[0, 2], [1, 3], [4]]]
     assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
-    # a fourth for two ranks: 5 + 3 is cut, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 where there is a place
+    # A fourth for two ranks: 5 + 3 is split, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 wherever it fits.
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
-    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equals the first is cut
-    assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # one that holds a single sequence is not
-    assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]  # every second one goes
-    assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # nothing to cut
+    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equal ones the first is split
+    assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # one with a single sequence is not split
+    assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]  # every second one moves
+    assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # nothing to split
     assert plan_micro_batches([], 2, 8) == [[[]], [[]]] and plan_micro_batches([], 1, 8) == [[[]]]
     with pytest.raises(ValueError, match=r"101 tokens but trainer.max_tokens_per_micro_batch is 100"):
         plan_micro_batches([5, 101, 7], 1, 100)
@@ -132,16 +132,15 @@ def test_each_sequence_is_packed_once_and_ranks_have_equal_bins(of: list[tuple[i
 
 
 def work(lengths: list[int]) -> float:
-    """Linear layers and causal attention, which weigh the same at 16384 tokens."""
+    """Return the work of linear layers and causal attention, which is equal at 16384 tokens."""
     return sum(n + n * n / 16384 for n in lengths)
 
 
 @given(lengths=st.lists(st.integers(1, 65536), min_size=8, max_size=60), ranks=st.integers(2, 4))
 def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int) -> None:
-    """Dealing the heaviest micro-batch to the lightest rank leaves at most one micro-batch's work between them.
+    """Giving the heaviest micro-batch to the least loaded rank leaves a difference of at most one micro-batch's work.
 
-    Equal tokens are not equal work: of two long sequences and many short ones each rank gets a long one.
-    """
+    Equal tokens are not equal work: of two long sequences and many short ones each rank gets a long one."""
     uneven = [32768, 32768] + [1024] * 64
     of_ranks = plan_micro_batches(uneven, 2, 32768)
     assert [sum(uneven[i] == 32768 for members in rank for i in members) for rank in of_ranks] == [1, 1]
@@ -157,12 +156,12 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 
 @pytest.mark.parametrize(("number", "num_groups"), [(1, 7), (2, 7), (3, 7), (4, 2), (4, 0)])
 def test_mini_batches_keep_groups_whole_and_are_never_empty(number: int, num_groups: int) -> None:
-    """Where any group has a spread: the last has none."""
+    """If any group has a spread; the last has none."""
     credited = credit(GROUPS[:num_groups] or GROUPS[-1:], CreditConfig(), AGENTS)
     batches = mini_batches(credited, number, Average(), seed=0, step=1)
     assert len(batches) == (min(number, num_groups) or 1)
     assert num_groups == 0 or all(update.sequences for update in batches)
-    # of the zero-spread group too, but not where it is alone
+    # Also the zero-spread group's, unless it is alone.
     assert sum(update.normaliser for update in batches) == (credited.num_tokens if num_groups else 0)
     assert sorted(s.uid for each in batches for s in each.sequences) == sorted(s.uid for s in credited.sequences)
     of_group: dict[str, set[int]] = {}
@@ -179,7 +178,7 @@ def test_the_cut_follows_seed_and_step_alone() -> None:
         batches = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, Average(), seed=seed, step=step)
         return [sorted({s.uid[0] for s in update.sequences}) for update in batches]
 
-    # the group beside "2" has no spread; no other cut tomorrow, or a run that goes on would train otherwise
+    # The group beside "2" has no spread. The split must not change when a run is resumed.
     assert cut(0, 1) == cut(0, 1, GROUPS[::-1]) == [["0", "3", "4"], ["2"], ["1", "5"]]
     assert cut(0, 1) != cut(0, 2) and cut(0, 1) != cut(1, 1)
 
@@ -196,7 +195,7 @@ def test_mini_batches_share_what_is_counted() -> None:
 @pytest.mark.parametrize("denominator", ["all", "agent"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum_constant"])
 def test_denominators_are_those_of_the_formula(aggregation: str, denominator: str) -> None:
-    """The factor on each token against the definition over lists; groups without spread count, missing rewards do not."""
+    """Compares each token's factor with the definition over lists; groups without spread count, missing rewards do not."""
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig()}
     groups = [
         group("0", [1, 0], tokens=4),
@@ -223,7 +222,7 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
 
 @pytest.mark.parametrize("denominator", ["all", "agent"])
 def test_the_samples_of_a_session_share_its_weight(denominator: Any) -> None:
-    """loss.aggregation=sequence: two sessions, of three samples and of one, weigh alike, and as one sample each would."""
+    """loss.aggregation=sequence: two sessions, of three samples and of one, have equal weights, as with one sample each."""
     turns = (Turn(1, 0, 3, Finish.STOP),)
     several = replace(group("0", [1, 1, 1, 0]), agent="verifier1")
     sessions = ("0.0", "0.0", "0.0", "0.1")

@@ -1,4 +1,4 @@
-"""What settings give, and which are refused; policies with adapters among them."""
+"""Results of settings, and refusals, including policies with adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal(*words: str) -> str:
 
 
 JUDGE = "agents.verifier1.policy=judge"
-# a frozen policy behind HTTP answers for the Verifiers; a teacher; a model that judges
+# A frozen policy behind HTTP answers for the Verifiers; a teacher; a model that judges.
 FROZEN = (
     "policies.main={}",
     "credit.train_agents=[solver, corrector1, corrector2]",
@@ -197,7 +197,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
     ("words", "key", "value"),
     [
         (["run.steps=3", "run.steps=4", "run.eval_every=${run.steps}"], "run.eval_every", 4),
-        (["mpt.scope=off"], "mpt.scope", "off"),  # a word, and not YAML's false
+        (["mpt.scope=off"], "mpt.scope", "off"),  # text, not YAML's false
         (["run.resume=off"], "run.resume", "off"),
         ([], "mpt.temperature", "sampling"),
         (["mpt.temperature=1"], "mpt.temperature", 1),
@@ -205,11 +205,11 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["credit.train_agents=all"], "credit.train_agents", "all"),
         (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
         (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
-        # what is refused of trained agents alone
+        # Refused only for trained agents.
         (["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"], "mpt.scope", "batch"),
         (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
-        # an engine says what it kept of trained agents, and needs room for it
+        # An engine records what it kept for trained agents, and needs memory for it.
         ([*RENORMALISED], "max_kept", {"solver": 1024, "corrector2": 1024}),
         ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
         (["loss.truncation=renormalise"], "max_kept", {}),
@@ -218,7 +218,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["loss.correction=sequence_mask"], "loss.upper_bound", 2),
         (["loss.correction=icepop"], "loss.upper_bound", 5),
         (["loss.correction=icepop", "loss.correction_high=3"], "loss.upper_bound", 3),
-        # credit over an instance trains whole ones
+        # Credit over an instance needs whole instances.
         ([], "has_whole_instances", False),
         (["rollout.pipeline=trajectory"], "has_whole_instances", True),
         (["rollout.pipeline=trajectory"], "trains_whole", False),
@@ -319,7 +319,9 @@ def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
 def test_a_prompt_length_that_does_not_fit_is_warned_about() -> None:
     words = ["orchestration=solver_verifier", "agents.verifier.max_input_tokens=5000"]
     checked = preflight(read_config(None, words)[0], world_size=1)
-    (said,) = (warning for warning in checked.warnings if "max_input_tokens" in warning)  # of the solver's nobody asked
+    (said,) = (
+        warning for warning in checked.warnings if "max_input_tokens" in warning
+    )  # nothing was set for the solver
     given = checked.config.agents["verifier"].max_input_tokens
     assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
     assert said.startswith(f"agents.verifier.max_input_tokens is 5000, lowered to {given}: the model's positions")

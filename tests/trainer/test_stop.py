@@ -1,5 +1,6 @@
-"""What stops a run: Ctrl-C and SIGTERM; ranks that fall silent or end with an error, which stops the others with their name; and
-too many steps that are not finite. Ranks wait for rank 0 asleep and without a limit."""
+"""What stops a run: Ctrl-C and SIGTERM; silent or failing ranks, which stop the others and are named; too many non-finite steps.
+Ranks wait for rank 0 asleep and without a limit.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 from marsrl.trainer.weights.sync import Standby
 
-LIMIT_S, LATE_S = 6.0, 7.0  # of a collective; how late rank 0 comes to two of five meetings
+LIMIT_S, LATE_S = 6.0, 7.0  # of a collective; delay of rank 0 at two of five meetings
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_another_ends_at_once(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    times = [0.0, 0.9, 1.1]  # within a second two are one Ctrl-C, which torchrun brings again
+    times = [0.0, 0.9, 1.1]  # within a second two are one Ctrl-C, which torchrun repeats
     signals, before = StopSignals(iter(times).__next__), signal.getsignal(number)
     with signals.noted():
         assert not signals.is_asked
@@ -62,18 +63,18 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
     with pytest.raises(Stopped), handlers_restored():
         try:
             with signals.noted():
-                for number in (signal.SIGINT, signal.SIGTERM):  # one Ctrl-C that comes twice is one
+                for number in (signal.SIGINT, signal.SIGTERM):  # one Ctrl-C that arrives twice is one
                     os.kill(os.getpid(), number)
                 assert signals.is_asked
                 raise Stopped
         finally:
-            os.kill(os.getpid(), signal.SIGTERM)  # the same Ctrl-C, by torchrun
+            os.kill(os.getpid(), signal.SIGTERM)  # the same Ctrl-C, through torchrun
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
-    """Of two ranks: what each got, by rank. limit_s: of a meeting; none: they stand by."""
-    dist.init_process_group("gloo")  # the two may meet as late as a busy machine has them
+    """Return what each of two ranks got. limit_s: of a meeting; none: they stand by."""
+    dist.init_process_group("gloo")  # they may meet as late as a busy machine requires
     told = meet(limit_s, late_s) if limit_s else stand_by()
     both = [each.decode().split("\n") for each in gather_bytes("\n".join(told).encode())]
     dist.destroy_process_group()
@@ -81,7 +82,7 @@ def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
 
 
 def meet(limit_s: float, late_s: float) -> list[str]:
-    """With the CPU seconds that rank 1 took in all, most of which it waited."""
+    """Also return the CPU seconds of rank 1, which mostly waits."""
     limit = datetime.timedelta(seconds=limit_s)
     dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
     dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]
@@ -101,7 +102,7 @@ def meet(limit_s: float, late_s: float) -> list[str]:
     sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     left = sum(store.check([f"marsrl/meeting/{n}/{key}"]) for n in range(1, 5) for key in ("here", "all"))
-    collective.PIECE_BYTES = 7  # of what is told after this, many
+    collective.PIECE_BYTES = 7  # of later messages, many pieces
     return [*found, str(cpu_s), str(len(sleepers)), str(left)]
 
 
@@ -130,7 +131,7 @@ def test_stages_may_outlast_collective_timeouts(two_ranks: RankPair) -> None:
     first, other = two_ranks.run(Path(__file__), {"limit_s": LIMIT_S, "late_s": LATE_S})
     assert first[:5] == other[:5] == ["None", "b'batch'", "b'0 1'", "False", "None"]
     cpu_s, num_sleepers, num_keys = float(other[5]), *map(int, other[6:8])
-    assert cpu_s < 0.2 * 2 * LATE_S  # a rank that polls takes all of it
+    assert cpu_s < 0.2 * 2 * LATE_S  # a polling rank would use all of it
     assert num_sleepers == 0 and num_keys == 0  # of meetings before the last
 
 
@@ -160,8 +161,9 @@ os._exit(0)
 
 
 class Rank:
-    """A heartbeat of one of three ranks that keeps what it would have stopped the process for. now: of its clock, which stands
-    still."""
+    """A heartbeat of one of three ranks that records what would have stopped the process. now: its clock, which a test
+    advances.
+    """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self.store, self.rank, self.now = store, rank, 0.0
@@ -174,7 +176,7 @@ class Rank:
         self.stopped.set()
 
     def looks(self) -> None:
-        """Until it has looked at the others' beats once, from beginning to end."""
+        """Wait until it has checked the others' beats once, from beginning to end."""
         last = self._beats() + 2
         while self._beats() < last and not self.stopped.is_set():
             time.sleep(0.01)
@@ -273,7 +275,7 @@ def test_too_many_bad_steps_stop_the_run_and_name_their_batches(tmp_path: Path) 
     batches = (MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),)
     for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
         run.note_step("a", stats, batches)
-        run.note_step("b", FINE, batches)  # another policy's luck does not count for this one
+        run.note_step("b", FINE, batches)  # another policy's good steps do not count for this one
         run.stop_if_diverged()
     run.step = 6
     run.note_step("a", BAD, batches)

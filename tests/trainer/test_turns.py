@@ -1,4 +1,4 @@
-"""Credit by turn: what a turn's advantage is, which tokens it reaches, and what refuses it."""
+"""Credit by turn: a turn's advantage, the tokens it applies to, and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ AGENTS = {"solver": AgentConfig()}
 
 
 def of_turns(place: int, *rewards: float, last: float = 0.0, **parts: float) -> Sample:
-    """A session of turns with these rewards, two tokens each and a foreign one between; `last` is the rest of its reward."""
+    """Return a session of turns with these rewards, two tokens each and a foreign one in between; `last` is the rest of its
+    reward.
+    """
     num_tokens = 3 * len(rewards) - 1
     reward = Reward(sum(rewards) + last + sum(parts.values()), 1.0, parts, turns=rewards)
     is_sampled = np.arange(num_tokens) % 3 < 2
@@ -37,7 +39,7 @@ def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig |
 
 def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
     found = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
-    # returns to go 3, 2; 4, 4; 5. First turns: others' mean. Second: of (G_jk, mean R of the others less the own past)
+    # Returns to go 3, 2; 4, 4; 5. First turns: the others' mean. Second: of (G_jk, the others' mean R minus their own past).
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
     assert list(found.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
     assert list(found.advantages.values()) == pytest.approx([-1.75, 1, 1.5])  # the one farthest from 0

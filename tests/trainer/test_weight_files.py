@@ -1,4 +1,4 @@
-"""Weights in shared memory outlive nobody: what a killed process leaves is found and removed, what a live one holds is not."""
+"""Weight files in shared memory: those of a killed process are found and removed, those of a live one are not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_a_child(work: Callable[..., object], *words: Any) -> Any:
 
 
 def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
-    """At its first step with the file system, the second, ..., until there are no more."""
+    """The process is killed at its first step with the file system, the second, ..., until there are no more."""
 
     def make(last: int) -> None:
         steps = 0
@@ -47,7 +47,7 @@ def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
 
 
 def test_a_folder_seen_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
-    """Another one looks just before its lock is taken."""
+    """Another process looks just before the lock is taken."""
 
     def make() -> None:
         others: list[Any] = []
