@@ -32,11 +32,10 @@ def normal(shape: Shape) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one table; sizes that a case does not use are 0.
+    """Sizes of one table; 0 for sizes that a case does not use.
 
-    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: shares of the rows that are
-    trained, and that have a coefficient; 1 and 1: all. note: why this shape.
-    """
+    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: share of rows that are trained, and
+    share with a coefficient; 1 and 1: all rows. note: why this shape is measured."""
 
     device: str
     dtype: str = "float32"
@@ -64,11 +63,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """Implementation to compare. run: a whole forward and backward, from clean gradients; returns the results to judge.
+    """Implementation to compare. run: one forward and backward with cleared gradients; returns the results to judge.
 
-    does: a description, if it does less than ours. prepare: called before each run, not timed.
-    Calling the variant does both.
-    """
+    does: a description, if it does less than ours. prepare: called before each run, not timed. Calling the variant calls both."""
 
     name: str
     run: Callable[[], Any]
@@ -83,7 +80,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compared:
-    """Variants of a function of the tensors `inputs`; results are its outputs, by these names.
+    """Variants of a function of the tensors `inputs`. Results are its outputs, by these names.
 
     If a gradient of the first output is given, the function also runs backward, and results include the gradients of inputs.
     """
@@ -147,14 +144,12 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Bench:
-    """One case at one shape. candidates: variants that run, and variants that cannot.
+    """One case at one shape. candidates: variants that run, and variants that cannot run here.
 
-    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the dtype of the input, with which
-    assert_accurate compares the variant `ours`. Called once, and never in a child that measures memory.
-    flops, bytes: least work of the job, by formula: each input read once, each result written once.
-    result_bytes: size of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
-    notes: remarks for readers of the table.
-    """
+    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the input's dtype, against which
+    assert_accurate compares the variant `ours`. Called once, and never in a child process that measures memory. flops, bytes:
+    minimum work of the job by formula, with each input read once and each result written once. result_bytes: size of the results
+    that every variant must allocate (dX and dW); peak memory is reported without them. notes: remarks about the table."""
 
     candidates: Sequence[Variant | Missing]
     judge: Callable[[], Judgement]
@@ -170,7 +165,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """Case with its name on the command line. shapes(device, quick): shapes to measure; quick: tiny ones, as a smoke test."""
+    """A case and its name on the command line. shapes(device, quick): shapes to measure; quick: tiny ones, as a smoke test."""
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]

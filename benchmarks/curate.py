@@ -2,18 +2,17 @@
 
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 
-The prompts are 10 to 40 words of a made-up vocabulary, the frequent ones often (Zipf). A fifth is an earlier prompt, edited:
-case, white space and punctuation; a word replaced; a word left out; two words replaced. It should be dropped if its true Jaccard
-similarity to that prompt, by the stage's shingles, reaches the threshold.
+Prompts are 10 to 40 words of a made-up vocabulary with Zipf frequencies. A fifth are edited copies of an earlier prompt: case,
+white space and punctuation changed; a word replaced; a word left out; two words replaced. A copy should be dropped if its true
+Jaccard similarity to the original, by the stage's shingles, reaches the threshold.
 
     recall      share of the prompts to drop that are dropped
     precision   share of the dropped prompts that should be
     seconds     of the whole command in a separate process: jsonl in, two stages, curated.jsonl and the report out
     memory      peak of that process
 
-The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, at this number of rows, over
-the seconds.
-"""
+The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, scaled to this number of rows,
+divided by the seconds."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _CONFIG = NearDuplicatesConfig()
 
 
 def write_prompts(path: Path, num_rows: int) -> dict[int, tuple[str, float]]:
-    """Write the file; returns for each edited prompt, by line from 1: (kind, similarity to its original)."""
+    """Write the file. Return for each edited prompt, by line from 1: (kind, similarity to its original)."""
     drawn = random.Random(0)
     vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))
@@ -81,8 +80,7 @@ def measure(num_rows: int, folder: Path) -> dict[str, Any]:
     """Measure the command on this many rows.
 
     dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind, with their mean
-    similarity, their numbers above and below the threshold, and how many of each were dropped.
-    """
+    similarity, how many are above and below the threshold, and how many of each were dropped."""
     planted = write_prompts(folder / "prompts.jsonl", num_rows)
     command = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

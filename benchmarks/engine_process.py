@@ -32,7 +32,7 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class EngineProcess:
-    """Single engine with the interface of a pool's replicas, limited to the methods that a weight sync calls."""
+    """Single engine with the part of a replica pool's interface that a weight sync calls."""
 
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
@@ -47,7 +47,7 @@ class EngineProcess:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
     ) -> dict[int, Any]:
-        """Call the engine as pool.Replicas does; on_lost is unused: an exit of the process raises."""
+        """Call the engine as pool.Replicas does. on_lost is unused: an exit of the process raises."""
         return {0: self._process.submit(_call, method, arguments[0]).result()}
 
     def close(self) -> None:

@@ -1,10 +1,9 @@
-"""Two steps of configs/single_gpu.yaml, started as by a user, with a random model: by vLLM if installed, else our engine.
+"""Two steps of configs/single_gpu.yaml with a random model, started as by a user: with vLLM if installed, otherwise our engine.
 
     python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 
-A random model earns no reward, and with equal rewards no token has an advantage: an entropy bonus gives each token a gradient, so
-that a whole step is played, trained, published and compared.
-"""
+A random model earns no reward, and without a spread of rewards no token has an advantage. An entropy bonus gives each token a
+gradient, so that a whole step is played, trained, published and compared."""
 
 from __future__ import annotations
 

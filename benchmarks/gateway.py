@@ -35,15 +35,15 @@ from rollout import Child, Side, measured, show_ratio
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions per problem
 PAIRS = 4  # pairs of calls per session
-ANSWER = "this follows from the line before, and so on; " * 7  # bytes, of which each is a token
+ANSWER = "this follows from the line before, and so on; " * 7  # bytes; each is a token
 POLL_S = 0.1  # the interval of player/rollout.py
-TOKENS = 1 << 16  # fewest tokens decoded in a turn
-SESSIONS = 256  # sessions per stage, where tokens are counted
-OVERLAP = 2  # With 1, engines would idle until the longest session ends a stage.
+TOKENS = 1 << 16  # minimum number of tokens decoded in a turn
+SESSIONS = 256  # sessions per stage when tokens are counted
+OVERLAP = 2  # with 1, engines would idle until the longest session ends a stage
 
 
 def alternate(problem: Any, client: Any) -> float:
-    """Run the program of the calls: each report goes to the Solver, whose sample continues."""
+    """Run the program that measures calls: each report goes to the Solver, whose sample continues."""
     turns: list[Any] = [problem.question]
     for _ in range(PAIRS):
         solution = client.chat("solver", turns)
@@ -53,7 +53,7 @@ def alternate(problem: Any, client: Any) -> float:
 
 
 def in_turn(problem: Any, client: Any) -> float:
-    """Run the program of the tokens: in_turn.py's team."""
+    """Run the program that measures tokens: the team of in_turn.py."""
     solution = client.chat("solver", [problem.question])
     report = client.chat("verifier", [f"{problem.question}\n{solution.text}"])
     client.chat("solver", [f"{problem.question}\n{solution.text}\n{report.text}"])
@@ -61,7 +61,9 @@ def in_turn(problem: Any, client: Any) -> float:
 
 
 def calls(sessions: int, rounds: int) -> dict[str, Any]:
-    """Play, in a child, stages of so many sessions: a warm-up, the rounds, and one more whose memory is measured."""
+    """Play stages with this many sessions in a child process: a warm-up, the measured rounds, and one more whose memory is
+    measured.
+    """
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():
@@ -145,7 +147,7 @@ def play(model_dir: str, orchestration: str) -> Side:
     """Yield, for each message of the parent, {"tokens", "seconds"} of decoding at least TOKENS tokens."""
     from marsrl.rollout.imports import imports_for_good
 
-    with imports_for_good():  # Runs import this way too.
+    with imports_for_good():  # runs import this way too
         from marsrl.rollout.player.rollout import Rollout
         from marsrl.trainer.build import open_team
         from marsrl.trainer.checks.preflight import preflight
@@ -168,7 +170,7 @@ def play(model_dir: str, orchestration: str) -> Side:
         answer: Any = None
         with closing(rollout):
             while True:
-                with rollout.resting():  # The other team is measured meanwhile.
+                with rollout.resting():  # the other team is measured meanwhile
                     yield answer
                 before, start = sum(pool.num_decoded()), time.perf_counter()
                 while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
@@ -177,7 +179,7 @@ def play(model_dir: str, orchestration: str) -> Side:
 
 
 def over_native(turns: int) -> list[dict[str, Any]]:
-    """Return turns of the program and of the native team, without the warm-up."""
+    """Return the turns of the program and of the native team, without the warm-up."""
     from marsrl.trainer.models.init_model import init_model
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""State of the GPU by its driver: clocks, power, temperature, memory, and throttling."""
+"""State of the GPU as its driver reports it: clocks, power, temperature, memory, and throttling."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Suite of all measurements of marsrl on one GPU, in one command and under 10 minutes.
+"""All measurements of marsrl on one GPU, in one command and under 10 minutes.
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--model DIR] [--quick] [--device cuda|cpu] [--commit NAME]
     python benchmarks/gpu_suite.py --wheels DIR --only real     # the team of a pretrained model alone, by our engine and by vLLM
 
-First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
-GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.13, triton
->= 3.6, numpy and the C compiler that Triton calls, no network and no installation; --wheels adds packages (suite_wheels.txt lists
-them). The team of examples/real_team is trained where its model is given: --model DIR, or its wheel among --wheels. Parts that
-cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU); failures are
-recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device cpu --quick
-does the same with tiny sizes on a CPU.
-"""
+First come the kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM,
+each without a time check. The other benchmarks follow, each only if enough time remains. Needs torch >= 2.13, triton >= 3.6,
+numpy and the C compiler that Triton calls, but no network and no installation; --wheels adds packages (listed in
+suite_wheels.txt). The team of examples/real_team is trained if its model is given by --model DIR or as a wheel in --wheels. Parts
+that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU); a failure is
+recorded, and the other parts continue. After each part, --out has report.md and results.tar.gz with everything. --device cpu
+--quick does the same with tiny sizes on a CPU."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan
 class Part:
     """One process of the suite.
 
-    modules: must be importable, else the part is skipped and they are named. problem: why it cannot run anyway.
-    """
+    modules: must be importable; otherwise the part is skipped and they are named. problem: another reason why it cannot run."""
 
     name: str
     command: list[str]
@@ -83,11 +81,10 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
-    """Return all parts, the most important first, as time may run out. folder: for results, work: for other files.
+    """Return all parts, the most important first, because time may run out. folder: for results. work: for other files.
 
-    model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model
-    is random.
-    """
+    model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model is
+    random."""
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
 
@@ -95,14 +92,16 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return Part(name, [sys.executable, str(HERE / file), *more], limit_s, modules)
 
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
-        memory = [] if gpu else ["--no-memory"]  # On a CPU each table takes a process.
+        memory = [] if gpu else ["--no-memory"]  # on a CPU each table takes a process
         arguments = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
-        arguments += ["--budget", "0.1"] if is_quick else []  # the last one counts
+        arguments += ["--budget", "0.1"] if is_quick else []  # argparse uses the last one
         return script(name, limit_s, "run.py", case, *arguments)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
-        """Run pytest in processes that are replaced if a test kills one, hangs or breaks the GPU. They mostly compile."""
-        each_s = each_s if gpu else 20 * each_s  # A CPU may be busy with other work; on a GPU this long means a hang.
+        """Run pytest in processes that are replaced if a test kills one, hangs or breaks the GPU. Most of the time is
+        compilation.
+        """
+        each_s = each_s if gpu else 20 * each_s  # a CPU may be busy with other work; on a GPU this long means a hang
         arguments = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
         arguments += ["--max-worker-restart=100", "--continue-on-collection-errors"]
         arguments += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
@@ -130,7 +129,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     parts_of_step = ["--model", model, "--parts", *([] if tiny else ["--micro-batch", "16384"]), "--repeats", step[-1]]
 
     def real_team(engine: str, *modules: str) -> Part:
-        """Run the whole recipe; the first of these parts that runs makes the supervised start."""
+        """Run the whole recipe. The first of these parts that runs makes the supervised start."""
         name = f"real team, {engine}"
         arguments = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
         problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"
@@ -184,7 +183,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
             process.wait(timeout=KILL_AFTER_S)
         return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s", part.log)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # Its children would occupy the GPU of the next part.
+        with contextlib.suppress(ProcessLookupError):  # its children would occupy the GPU of the next part
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start
@@ -218,7 +217,7 @@ def importable(folder: Path, unpack_in: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise ValueError(f"--wheels {folder}: expected a folder with *.whl files")
-    target = unpack_in / "site-packages"  # QuACK looks for this name in its own path.
+    target = unpack_in / "site-packages"  # QuACK looks for this name in its own path
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(target)
@@ -226,10 +225,10 @@ def importable(folder: Path, unpack_in: Path) -> Path:
 
 
 def report(folder: Path, suite: dict[str, Any]) -> str:
-    """Return the results so far as text: surroundings, outcome of each part, end of its output."""
+    """Return the results so far as text: environment, outcome of each part, end of its output."""
     try:
         where = json.loads((folder / "surroundings.json").read_text())
-    except (OSError, ValueError):  # The part has failed.
+    except (OSError, ValueError):  # the part has failed
         where = {}
     lines = [f"# marsrl on {where.get('device', suite['device'])}, commit {suite['commit'] or where.get('commit')}", ""]
     lines += [f"- {when}: {suite[when]}" for when in ("before", "after") if suite[when]]
@@ -260,7 +259,7 @@ def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
                 if file.suffix == ".log" and file.stat().st_size > LOG_BYTES:
                     file.write_bytes(b"...\n" + file.read_bytes()[-LOG_BYTES:])
                 archive.add(file, f"results/{file.name}")
-        os.replace(packed, out / "results.tar.gz")  # Complete at any time, because the machine may be withdrawn.
+        os.replace(packed, out / "results.tar.gz")  # always complete, because the machine may be withdrawn
     (out / "report.md").write_text(text)
 
 

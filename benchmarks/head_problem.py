@@ -1,4 +1,4 @@
-"""Inputs, float64 results and floor of the two ops that go from hidden states to log-probs or to the loss."""
+"""Inputs, float64 results and lower bound for the two ops that go from hidden states to log-probs or to the loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_ROWS = 4096  # rows per part for plain PyTorch, whose full logits of large
 EXACT_BYTES = 2**28  # size of one float64 chunk of logits
 
 Rows = slice | Tensor
-# Maps (log-probs [R], entropy [R] or None, rows) to the rows' part of the scalar that is differentiated.
+# Maps (log-probs [R], entropy [R] or None, rows) to these rows' part of the differentiated scalar.
 Objective = Callable[[Tensor, Tensor | None, Rows], Tensor]
 LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(hidden [T, H], weight [V, H], targets [T]) -> log-probs [T] and entropy [T] or None, differentiable."""
@@ -47,11 +47,10 @@ def compiled(function):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs: hidden [T, H] and weight [V, H], leaves at the shape's dtype; the rest as linear_policy_loss takes it.
+    """Inputs: hidden [T, H] and weight [V, H] are leaves at the shape's dtype; the others as in linear_policy_loss.
 
-    Logits are about N(0, 2): the entropy is well under log V, as in a trained model. If mask_share is below 1, the first half
-    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage.
-    """
+    Logits are about N(0, 2), so the entropy is well below log V, as in a trained model. If mask_share is below 1, the first half
+    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage."""
 
     hidden: Tensor
     weight: Tensor
@@ -109,10 +108,9 @@ def make_inputs(shape: Shape) -> HeadInputs:
 def through_logprobs(
     inputs: HeadInputs, objective: Objective, call: LogprobFunction, kept: Tensor | None = None
 ) -> Results:
-    """Compute value (the scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
+    """Compute value (the scalar), logprobs, entropy, dX and dW with a function that returns log-probs.
 
-    kept: rows that the function gets, all of the mask; results of other rows are 0.
-    """
+    kept: rows passed to the function, all of the mask; results of other rows are 0."""
     rows: Rows = slice(None) if kept is None else kept
     hidden = inputs.hidden if kept is None else inputs.hidden[kept]
     logprobs, entropy = call(hidden, inputs.weight, inputs.targets[rows])
@@ -166,11 +164,10 @@ def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_
 def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
     """Return variants of the job's three matrix products alone, and a sentence about them.
 
-    The floor allocates its results, as each variant must allocate dX and dW; the second variant finds all its buffers
-    in place, which no variant can. CPU: float32 products. bfloat16 input is converted beforehand, uncounted: torch has
-    no CPU product of bfloat16 that returns float32, and float32 statistics are mandatory. dX and dW, which are bfloat16
-    themselves, are products of bfloat16 where the CPU has instructions for them.
-    """
+    The floor allocates its results, as each variant must allocate dX and dW. The second variant reuses all its buffers, which no
+    real variant can. CPU: float32 products. bfloat16 input is converted beforehand and not timed, because torch has no CPU
+    product of bfloat16 that returns float32, and float32 statistics are required. dX and dW are bfloat16, so they use bfloat16
+    products if the CPU has instructions for them."""
     is_cuda = inputs.hidden.is_cuda
     trained = round(shape.tokens * shape.mask_share)
     active = round(shape.tokens * shape.active_share)
@@ -219,7 +216,7 @@ def result_bytes(inputs: HeadInputs) -> int:
 
 
 def head_bytes(inputs: HeadInputs) -> float:
-    """Return least bytes: hidden, weight, dX and dW once each; per token target, old log-prob, log-prob and entropy."""
+    """Return the minimum bytes: hidden, weight, dX and dW once each; per token target, old log-prob, log-prob and entropy."""
     return 2 * result_bytes(inputs) + inputs.targets.numel() * (8 + 3 * 4)
 
 

@@ -1,15 +1,14 @@
-"""Runs of the default or another preset on several seeds: does RL make better agents? All seeds are reported.
+"""Train the default or another preset on several seeds, and report for all of them whether RL made the agents better.
 
     python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
     python benchmarks/learning.py preset=cpu_solver_verifier [key.sub=value ...]
     python benchmarks/learning.py preset=cpu_search_team [key.sub=value ...]
     python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
-Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. For every seed the table
-says if the reward rose (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and
-after RL. The reward is given twice: of the Solver, whose inputs do not change, and over all samples, whose mix changes (the
-first steps have no Correctors, the last ones give them the remaining errors).
-"""
+Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. The table says for every
+seed whether the reward rose (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and
+after RL. There are two rewards: the Solver's, whose inputs do not change, and the mean over all samples, whose mix changes (the
+first steps have no Correctors, and the last ones leave them only the remaining errors)."""
 
 from __future__ import annotations
 
@@ -53,10 +52,9 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str,
 
 
 def rise(rewards: list[float]) -> float:
-    """Return (mean of the last quarter of the steps - mean of the first) / its standard error, steps taken as independent.
+    """Return (mean of the last quarter of the steps - mean of the first) / its standard error, with steps treated as independent.
 
-    rewards: mean reward of each step that had any.
-    """
+    rewards: mean reward of each step that had one."""
     quarter = max(2, len(rewards) // 4)
     first, last = rewards[:quarter], rewards[-quarter:]
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)
@@ -64,14 +62,14 @@ def rise(rewards: list[float]) -> float:
 
 
 def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
-    """Return the criteria for a seed by name, True if met."""
+    """Return a seed's criteria by name; True if met."""
 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     criteria = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
-    if verifier is not None and "solver" in after.rows:  # Otherwise the Solver is the system, or there is none.
+    if verifier is not None and "solver" in after.rows:  # otherwise the Solver is the system, or there is none
         criteria[f"{verifier} +.05"] = gain(verifier) >= 0.05
         criteria["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**criteria, "system +.10": gain("system") >= 0.10}
@@ -97,7 +95,7 @@ def main() -> int:
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
                 if a.mean is None or b.mean is None:
-                    continue  # This agent is not judged.
+                    continue  # this agent is not judged
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

@@ -1,8 +1,7 @@
 """Peak memory of one call beyond what was allocated before it.
 
-On a GPU by torch's allocator. On the CPU each variant runs in a separate process, by the kernel's VmHWM, which is reset after
-inputs and a first call (/proc/self/clear_refs).
-"""
+On a GPU torch's allocator counts. On the CPU each variant runs in a separate process and the kernel's VmHWM counts, which is
+reset after the inputs and a first call (/proc/self/clear_refs)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ CHILD_LIMIT_S = 600
 
 
 class PeakMemory:
-    """Peak bytes beyond those held when this object was made: of torch's allocator on a GPU, else resident bytes."""
+    """Peak bytes beyond those held when this object was created: of torch's allocator on a GPU, otherwise resident bytes."""
 
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -34,12 +33,12 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated()
         else:
             self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 
     def extra_bytes(self) -> int:
         if self._is_cuda:
             return torch.cuda.max_memory_allocated() - self._before
-        # Read VmHWM, because the maximum of getrusage is inherited from the process that started this one.
+        # VmHWM, because getrusage's maximum is inherited from the parent process.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")) - self._before
 
@@ -73,21 +72,21 @@ def _child(case_name: str, shape_json: str, *names: str) -> int:
             try:
                 print(json.dumps([variant.name, _measure(variant)]), flush=True)
             finally:
-                os._exit(0)  # A variant that fails has no line.
+                os._exit(0)  # a variant that fails has no line
         elif variant.name in names:
             os.wait()
     return 0
 
 
 def _measure(variant: Variant) -> int:
-    # The first call compiles, and fills the libraries' own buffers. It runs in a separate thread, so that buffers which a
-    # variant keeps per thread are allocated again, and counted.
+    # The first call compiles, and fills the libraries' own buffers. It runs in a separate thread, so that buffers which a variant
+    # keeps per thread are allocated again, and counted.
     first = threading.Thread(target=variant)
     first.start()
     first.join()
     variant.prepare()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # Otherwise memory that the heap retained would be reused unnoticed.
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that the heap retained would be reused unnoticed
     peak = PeakMemory(is_cuda=False)
     results = variant.run()
     extra = peak.extra_bytes()

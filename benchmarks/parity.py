@@ -1,31 +1,30 @@
-"""Parity of losses, gradients and trained weights: every parallel layout against one rank, one rank against transformers.
+"""Parity of losses, gradients and trained weights: every parallel layout against one rank, and one rank against transformers.
 
 One rank of each family is compared with transformers, and adapters in every layout with PEFT.
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
-Four gloo ranks are forked once, after the import of Megatron, and run the layouts in turn; remaining ranks of a layout are data
-parallel. float32, a tiny Qwen3-MoE (against transformers also a Qwen3, a Llama with every bias and a Mistral), packed samples of
-uneven length, clipping against rollout log-probs, DMMPT, the fused head. A line a layout:
+Four gloo ranks are forked once, after importing Megatron, and run the layouts in turn; the remaining ranks of a layout are data
+parallel. Setup: float32, a tiny Qwen3-MoE (against transformers also a Qwen3, a Llama with all biases and a Mistral), packed
+samples of uneven length, clipping relative to rollout log-probs, DMMPT, and the fused head. One line per layout:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1.5e-6
     sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
     adam       the same after two AdamW steps; reported: where a gradient is rounding, AdamW steps by its sign
 
-The gradient is read off the weights after one SGD step of a large power of two, so that reduction, scatter, update and
-gather all lie between.
+The gradient is computed from the weights before and after one SGD step with a large power of two as learning rate, so it includes
+reduction, scatter, update and gather.
 
-Adapters of attention and experts where the layout has expert parallelism, else of a Qwen3's attention and MLP, are compared with
-PEFT on transformers in float64:
+Adapters are compared with PEFT on transformers in float64. They are of attention and experts if the layout has expert
+parallelism, otherwise of a Qwen3's attention and MLP:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   of A and B: largest |difference| over the tensor's largest entry, the worst tensor   at most 5e-6
     logprobs   largest |difference|, nats                                                          at most 2e-5
     norm       |difference| of the gradient's norm over it                                         at most 1e-5
 
- Ends with the number of lines that FAIL; the exit code is 1 where there is one.
-"""
+ Ends with the number of lines that FAIL; the exit code is 1 if there are any."""
 
 from __future__ import annotations
 
@@ -55,8 +54,9 @@ from random_models import write_model
 
 WORLD = 4
 VOCABULARY = 323
-# The bound of gradients is a dozen ulp of the largest entry. At the worst parameter, the first layer's o_proj, one rank and
-# transformers are 0.6e-6 to 0.8e-6 apart, and two layouts 0.7e-6 to 1.1e-6, by the order in which norms and attention round.
+# The bound of gradients is about 12 ulp of the largest entry. At the worst parameter, the first layer's o_proj, one rank and
+# transformers differ by 0.6e-6 to 0.8e-6, and two layouts by 0.7e-6 to 1.1e-6, because norms and attention round in a different
+# order.
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
 COLUMNS = (*LIMITS, "adam")
 REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
@@ -66,7 +66,7 @@ SGD_LR = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """Line of the table: sizes of the layout, and settings of the policy and its optimizer."""
+    """A line of the table: sizes of the layout, and settings of the policy and its optimizer."""
 
     name: str
     layout: dict[str, int] = field(default_factory=dict)
@@ -104,9 +104,8 @@ CASES = (
 def with_exact_attention() -> None:
     """Disable torch's fused attention on a CPU.
 
-    Its exp is off by 20 ulp, differently at every place of a block, which would dominate the differences (up to 1.2e-6 of a
-    gradient).
-    """
+    Its exp is off by up to 20 ulp, differently at each position in a block, which would dominate the differences (up to 1.2e-6 of
+    a gradient)."""
     torch.backends.cuda.enable_flash_sdp(False)
 
 
@@ -139,14 +138,16 @@ def samples() -> list[Any]:
     return out
 
 
-# In float32 no entropy or probability is near these thresholds; they mask four of the eight positive samples.
+# In float32 no entropy or probability is close to these thresholds; they mask four of the eight positive samples.
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 
 def loss_of(
     model: Any, sequences: list[Any], dtype: torch.dtype
 ) -> tuple[list[Any], torch.Tensor, int, dict[str, torch.Tensor]]:
-    """Run transformers' model, a sequence at a time: (samples with rollout log-probs near its own, loss, masked, log-probs)."""
+    """Run transformers' model on one sequence at a time. Return (samples with rollout log-probs near its own, loss, masked,
+    log-probs).
+    """
     num_trained = sum(s.num_sampled for s in sequences)
     total, masked, out, logprobs = torch.zeros((), dtype=dtype), 0, [], {}
     for s in sequences:
@@ -168,7 +169,7 @@ def loss_of(
 
 
 def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
-    """Run transformers: (samples with rollout log-probs near its own, loss, gradients, masked tokens)."""
+    """Run transformers. Return (samples with rollout log-probs near its own, loss, gradients, masked tokens)."""
     import transformers
     from safetensors.torch import load_file
 
@@ -211,7 +212,7 @@ def one_update(learner: Any, sequences: list[Any]) -> list[Any]:
 
 
 def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """Train on the ranks of this world: losses, gradients and weights after two steps of each optimizer (rank 0's)."""
+    """Train on this world's ranks. Return losses, gradients, and weights after two steps of each optimizer (on rank 0)."""
     from marsrl.trainer.learner.megatron import parallel
 
     learner = open_learner(model_dir, case, {"lr": 1e-3})
@@ -236,7 +237,7 @@ def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
 
 
 def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """Train one step on the ranks of this world: loss, log-probs, gradients of A and B and their norm (rank 0's)."""
+    """Train one step on this world's ranks. Return loss, log-probs, gradients of A and B and their norm (on rank 0)."""
     import torch.distributed as dist
 
     from marsrl.trainer.learner.megatron import parallel
@@ -279,7 +280,7 @@ def line_of(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return the differences described at the head of this file."""
+    """Return the differences that this file's docstring describes."""
     out = {"loss": abs(found["loss"] - expected["loss"])}
     for name in ("gradient", "sgd", "adam"):
         if name in expected:
@@ -291,7 +292,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """Print the line; return (one rank's results, the samples with rollout log-probs, the line)."""
+    """Compare one rank with transformers and print the line. Return (one rank's results, samples with rollout log-probs, the
+    line).
+    """
     begin = time.perf_counter()
     sequences, loss, gradient, masked = reference(model, samples())
     one_rank = train(model, Case("one rank"), sequences)
@@ -303,7 +306,9 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
 
 
 def against_peft(folder: Path) -> list[dict[str, Any]]:
-    """Compare one rank with an adapter of each family with PEFT: print and return the lines; leave files for the ranks."""
+    """Compare an adapter of each family on one rank with PEFT. Print and return the lines, and write files for the other
+    ranks.
+    """
     titles = "".join(f"{title:>10s}" for title in parity_adapters.LIMITS)
     print(
         f"{'adapters':38s}{titles}\n{'at most':38s}"
@@ -330,14 +335,14 @@ def import_learner() -> None:
     """Import all that ranks need, before the fork."""
     from marsrl.trainer.learner.megatron import shim
 
-    shim.install()  # Must precede any import of megatron.
+    shim.install()  # must precede any import of megatron
     for name in ("model", "optimizer", "passes"):
         importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
     importlib.import_module("marsrl.trainer.learner.learner")
 
 
 def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
-    """Run one of the ranks; model, samples and the single rank's results are in the folder.
+    """Run one of the ranks; the folder has the model, samples and the single rank's results.
 
     Rank 0 prints a line for each layout and writes the report.
     """
@@ -347,14 +352,14 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     from marsrl.trainer.data.scatter import MiniBatch
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # takes the warnings of four ranks
+    noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # collects the warnings of four ranks
     os.dup2(noise, 2)
     is_given.wait()
     # A file needs no port, which another program could take before rank 0 listens.
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one_rank = torch.load(folder / "one.pt", weights_only=True)
-    adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this very program
+    adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this program
     chosen = [case for case in CASES if not names or case.name in names]
     runs: list[tuple[str, Callable[[], Any], Callable[[Any], dict[str, Any]], Iterable[str]]] = []
     for case in chosen:
@@ -362,7 +367,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     for case in chosen:
         kind = "moe" if "expert" in case.layout else "dense"
         if kind == "moe" and case.layout.get("expert_tensor", 1) > 1:
-            continue  # Adapters of experts are not cut.
+            continue  # adapters of experts cannot be split over tensor ranks
         model, expected = folder / "adapters" / kind, adapters[kind]
         run = partial(train_adapter, model / "model", model / "adapter", kind, case, expected["samples"])
         line_of_run = partial(parity_adapters.line_of, expected)
@@ -381,7 +386,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
 
 
 def wait(ranks: list[Any]) -> list[int]:
-    """Return the ranks' exit codes; if one fails, the others, which wait for it, are killed."""
+    """Return the ranks' exit codes. If one fails, kill the others, which wait for it."""
     running = {process.sentinel: process for process in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
@@ -432,7 +437,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         import_learner()
-        # Fork before this process computes anything, because a child lacks its threads.
+        # Fork before this process computes anything, because a child has none of its threads.
         fork = multiprocessing.get_context("fork")
         is_given = fork.Event()
         ranks = [
@@ -463,7 +468,9 @@ def main() -> int:
 
 
 def ended(lines: list[dict[str, Any]], failed: int, begin: float, file: str | None) -> int:
-    """Print the number of lines that FAIL, with `failed` more; write all to the file. Returns the exit code."""
+    """Print the number of lines that FAIL, including `failed` other ones, write all lines to the file, and return the exit
+    code.
+    """
     failed += sum(not line["is_ok"] for line in lines)
     print(f"{len(lines)} lines, {failed} FAIL, {time.perf_counter() - begin:.0f} s")
     if file:

@@ -1,15 +1,14 @@
 """Comparison of a model in the trainer, both engines and transformers: log-probs of the same tokens, greedy completions.
 
 Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
-answers the prompts, rendered by the model's chat template, one after the other, by their most likely tokens. All programs score
-prompts and answers. transformers' float32 log-probs are the reference, for bfloat16 too. A line for each program and dtype:
+answers the prompts, rendered by the model's chat template, greedily and one after the other. All programs score prompts and
+answers. The reference is transformers' float32 log-probs, also for bfloat16. One line per program and dtype:
 
     median, largest   |difference| of log-probs from the reference, nats
     greedy            answers that equal transformers' of the same dtype to the last token; in float32 all must, except at ties,
                       where transformers' two most likely tokens are closer than TIE
 
-The line of transformers in bfloat16 shows the effect of rounding alone; other bfloat16 lines may be twice as far off.
-"""
+transformers' own bfloat16 line shows the effect of rounding alone; other bfloat16 lines may be twice as far off."""
 
 from __future__ import annotations
 
@@ -136,7 +135,7 @@ def _transformers(model: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArray, FloatArray]:
-    """Return (the answer's tokens, the distance of the two most likely tokens at each)."""
+    """Return (the answer's tokens, the log-prob gap between the two most likely tokens at each position)."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     options = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
     out = model.generate(
@@ -149,7 +148,7 @@ def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArra
 @torch.no_grad()
 def _scored(model: Any, sequence: IntArray) -> FloatArray:
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
-    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # In float32 it is off by 1e-5 for 50,000 tokens.
+    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # float32 would be off by 1e-5 for 50,000 tokens
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].float().numpy()
 
 
@@ -175,7 +174,7 @@ def _engine(
     sequences: Sequence[IntArray],
     stops: tuple[int, ...],
 ) -> tuple[list[FloatArray], list[IntArray]]:
-    """Return an engine's (scores of the sequences, greedy answers to the prompts); nothing else runs in this process."""
+    """Return an engine's (scores of the sequences, greedy answers to the prompts). Nothing else runs in this process."""
     from marsrl.rollout.config import VllmOptions
     from marsrl.rollout.engines.local.engine import LocalEngine
     from marsrl.rollout.engines.protocol import DecodeRequest, EngineSpec, Sampling

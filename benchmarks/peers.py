@@ -34,8 +34,7 @@ class LogprobPeer:
 class LossPeer:
     """Peer that computes a loss. prepared(inputs) computes constants once and returns a differentiable function.
 
-    is_ours: the clipped loss over the mask, with the clip range given; else another loss, listed for orientation.
-    """
+    is_ours: the clipped loss over the mask, with the given clip range; otherwise another loss, listed for orientation."""
 
     name: str
     prepared: Callable[[HeadInputs, float], Callable[[], Tensor]]
@@ -51,13 +50,13 @@ def flash_attn(name: str) -> Callable[..., Tensor] | str:
         return "ModuleNotFoundError: No module named 'flash_attn'"
     try:
         function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
-    except Exception as error:  # A compiled extension may not fit this torch.
+    except Exception as error:  # a compiled extension may not fit this torch
         return why_not_imported(error)
     return function
 
 
 def why_not_imported(error: Exception) -> str:
-    """Return the error as one line for the table."""
+    """Return the error as one line of the table."""
     text = str(error).strip()
     first = text.splitlines()[0][:160] if text else ""
     return f"{type(error).__name__}: {first}"
@@ -78,7 +77,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
     for name, (make, needs_cuda) in makers.items():
         try:
             peer = make()
-        except Exception as error:  # A broken peer must not end the benchmark; its reason is printed.
+        except Exception as error:  # a broken peer must not end the benchmark; its reason is printed
             peers.append(Missing(name, why_not_imported(error)))
             continue
         assert peer.name == name, (peer.name, name)
@@ -87,7 +86,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
 
 
 def _torch_linear_cross_entropy() -> Peer:
-    """Return torch's function (torch >= 2.13). With reduction="none" it returns the dtype of its input, so bfloat16 log-probs."""
+    """Return torch's function (torch >= 2.13). With reduction="none" it returns its input's dtype, so log-probs are bfloat16."""
     options = torch.nn.LinearCrossEntropyOptions()
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
@@ -100,7 +99,7 @@ def _liger_fused_grpo() -> Peer:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
-        # With "dapo" the loss is divided by the tokens of the mask; beta 0 means no KL and no reference model.
+        # With "dapo" the loss is divided by the number of tokens in the mask; beta 0 means no KL and no reference model.
         module = LigerFusedLinearGRPOLoss(
             beta=0.0, compiled=inputs.hidden.is_cuda, use_ref_model=False, chunk_size=1, epsilon_low=clip,
             epsilon_high=clip, loss_type="dapo", temperature=1.0,
@@ -165,10 +164,10 @@ def _cut_cross_entropy() -> Peer:
 
 
 def _quack() -> Peer:
-    """Return QuACK's mean cross entropy; without token weights, ratio and entropy it is cheaper by design."""
+    """Return QuACK's mean cross entropy. It computes no token weights, ratio or entropy, so it is cheaper by design."""
     if importlib.util.find_spec("cutlass") is None:
         packed = importlib.util.find_spec("nvidia_cutlass_dsl")
-        if packed is not None and packed.submodule_search_locations:  # Python reads no .pth file from PYTHONPATH.
+        if packed is not None and packed.submodule_search_locations:  # Python reads no .pth file from PYTHONPATH
             sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 

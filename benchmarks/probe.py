@@ -1,16 +1,14 @@
-"""Detections and false alarms of the probe of a weight sync: Megatron beside the real vLLM.
+"""Detections and false alarms of a weight sync's probe, with Megatron and the real vLLM.
 
     python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
-Random Qwen3, Qwen3-MoE, Llama and Mistral models of width 64, whose matrices and biases have a standard deviation of 0.02 to
-0.2. An engine is started for each shape and dtype; other weights reach it as an update does. The last column names the check that
-detects a
-mutation: the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one), `settings`
-if the engine's reported settings differ, `checksums` if the weights' do, `engine` if vLLM counts cached prefixes right after an
-update.
-"""
+Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to
+0.2. One engine is started per shape and dtype, and other weights reach it as an update does. The last column names the check that
+detects a mutation: the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one),
+`settings` if the engine's reported settings differ, `checksums` if the weights' do, and `engine` if vLLM counts cached prefixes
+right after an update."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Draw matrices and biases of this standard deviation, and norms of 0.9 to 1.1; every fourth head is sharp."""
+        """Return random matrices and biases of this standard deviation, and norms of 0.9 to 1.1; every fourth head is sharp."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -77,7 +77,7 @@ def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_call
 
 
 def refill(tool: PythonInterpreter, num_warm: int) -> float:
-    """Wait until all are ready; returns the seconds."""
+    """Wait until all interpreters are ready; return the seconds."""
     begin = time.perf_counter()
     while len(tool.ready) < num_warm:
         time.sleep(0.01)

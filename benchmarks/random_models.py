@@ -27,7 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"sliding_window": None}),
 }
-"""{name: (transformers' model_type, its config besides the sizes)}"""
+"""{name: (transformers' model_type, its config without the sizes)}"""
 
 
 def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
@@ -51,7 +51,7 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
 
 
 def write_large_tokenizer(folder: str) -> None:
-    """Write the byte tokenizer with as many pieces as Qwen's: encoding gives one token a byte, any of them can be decoded."""
+    """Write the byte tokenizer with as many pieces as Qwen's: encoding gives one token per byte, and every id can be decoded."""
     rng, pieces = random.Random(0), dict[str, None]()
     while len(pieces) < VOCABULARY - 256:
         piece = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))

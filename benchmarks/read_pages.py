@@ -2,14 +2,13 @@
 
     python benchmarks/read_pages.py [--json FILE] [--problems 100]
 
-A world of linked facts is a local web site: an HTML page for each entity, longer than System 1's input limit, its facts scattered
-over the first half; and a search like SerpApi's, with the first 160 characters of a page as its snippet. The same questions are
-asked with snippets alone and with `tools.search.read_pages`, through the real tools, packing and scheduler.
+A world of linked facts is served as a local web site. Each entity has an HTML page, longer than System 1's input limit, with its
+facts scattered over the first half. A search like SerpApi's returns the first 160 characters of a page as its snippet. The same
+questions are asked with snippets alone and with `tools.search.read_pages`, through the real tools, packing and scheduler.
 
-Both systems are scripts that use only their input: System 1 writes down the fact that the call's purpose names, if its bin has
-it, and System 2 follows the question from fact to fact and gives up at a missing one. So `right` is the share of questions that
-the retrieved texts can answer, and says nothing about a model. A token is a byte.
-"""
+Both systems are scripts that use only their input. System 1 writes down the fact that the call's purpose names, if its bin has
+it. System 2 follows the question from fact to fact, and gives up at a missing one. So `right` is the share of questions that the
+retrieved texts can answer, and says nothing about a model. A token is a byte."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ from marsrl.rollout.tools.search import SearchIndex, build_index
 
 PAGE_CHARS = 8000
 SNIPPET_CHARS = 160
-SYSTEM_1_READS = 6000  # tokens, with its instructions
+SYSTEM_1_READS = 6000  # tokens, including its instructions
 KEY = "READ_PAGES_KEY"
 _ASKED = re.compile(r"what is (the [\w ]+) of ([\w ]+) \?")
 _WANTED = re.compile(r"fact: (the \w+ of [\w ]+)!")
@@ -144,7 +143,7 @@ def system_2(text: str) -> str:
 
 
 def play(task: Task, address: str, num_problems: int, *, read_pages: bool) -> dict[str, Any]:
-    """Play the questions in one of the two ways; means over episodes, most_at_once and pages_read of all of them."""
+    """Play the questions in one of the two ways. Return means over episodes, and most_at_once and pages_read over all of them."""
     environ[KEY] = "none"
     limits = {"timeout_s": 300.0, "max_output_chars": 1_000_000}
     search = {"kind": "serpapi", "base_url": address, "api_key_env": KEY, "read_pages": read_pages, **limits}

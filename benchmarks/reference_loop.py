@@ -1,9 +1,8 @@
-"""Plain loop that we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
+"""Plain loop to compare with: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
-A careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a step),
-divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1. With adapters, one an agent, PEFT trains
-them one after the other on the same base: in training it has one active at a time.
-"""
+It is a careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a
+step), divided by the number of sampled tokens of the whole batch, and gradient norm clipped to 1. With one adapter per agent,
+PEFT trains them in turn on the same base, because only one can be active in training."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ from marsrl.trainer.data.packing import TrainSequence
 class ReferenceOptions:
     """Options of the reference loop.
 
-    micro_batch: number of rows, padded to their longest. is_sorted: rows are sorted by length first, and sequences with
-    advantage 0 dropped (the two cheap tricks). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off.
-    """
+    micro_batch: number of rows, padded to their longest. is_sorted: sort rows by length first, and drop sequences with advantage
+    0 (the two cheap optimisations). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off."""
 
     micro_batch: int = 8
     is_sorted: bool = False
@@ -39,7 +37,7 @@ class ReferenceOptions:
 
 
 def _load(model_dir: str, options: ReferenceOptions) -> Any:
-    # Of transformers' ways to compute experts grouped_mm is the quickest here, on CPUs too. Dense models refuse the setting.
+    # grouped_mm is transformers' fastest implementation of experts here, also on CPUs. Dense models reject the setting.
     experts = {"experts_implementation": "grouped_mm"} if read_shape(model_dir).num_experts else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", **experts
@@ -53,7 +51,7 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
         model.load_adapter(folder, adapter_name=str(agent), is_trainable=True)
     for name, weight in model.named_parameters():
         if ".experts." in name and ".lora_B." in name:
-            # To PEFT gate and up are one matrix, each with half of the rank, so zeros in B must not be trained.
+            # In PEFT, gate and up are one matrix, each with half of the rank, so zeros in B must not be trained.
             weight.requires_grad_().register_hook(partial(torch.mul, weight.detach() != 0))
     return model
 

@@ -1,4 +1,4 @@
-"""Our scheduler and Ray actors against bare vLLM on the same prompts and lengths: tokens per second of wall time.
+"""Our scheduler and Ray actors against plain vLLM on the same prompts and lengths: tokens per second of wall-clock time.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
     python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
@@ -6,11 +6,10 @@
     python benchmarks/rollout.py --model /models/smollm2 --problems 8 --repeats 3 [...]    # a model's directory
     python benchmarks/rollout.py --engine local [...]    # our own engine over bare vLLM
 
-Ours is one stage of the scheduler: prompts rendered, requests sent to an actor of vLLM or of our own engine, log-probs returned,
-texts decoded, parsed and judged. With --model a Solver alone answers sums in words. Bare is vllm.LLM.generate with as many
-threads, given every completion's length in advance (max_tokens = ours, ignore_eos), without log-probs or seeds. Each runs in
-its own process, and they alternate; `ratio:` is the median of the turns' ratios.
-"""
+Ours is one stage of the scheduler: it renders prompts, sends requests to an actor of vLLM or of our own engine, gets log-probs,
+and decodes, parses and judges the texts. With --model a single Solver answers sums in words. `bare` is vllm.LLM.generate with as
+many threads, without log-probs or seeds; it gets every completion's length in advance (max_tokens = ours, ignore_eos). Each runs
+in its own process, and they alternate; `ratio:` is the median of the turns' ratios."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ Side = Generator[Any, Any, None]  # yields None once ready, then a result for ea
 
 
 def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
-    """Yield the seconds of LLM.generate for each message, a list of [prompt ids, length] of completions."""
+    """Yield the seconds of LLM.generate for each message, a list of [prompt ids, length] for the completions."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
     os.environ.update(vllm_environment(threads))
@@ -64,9 +63,8 @@ def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_c
 def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overlap: int) -> Side:
     """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each requested seed.
 
-    A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens; work: the finished
-    completions.
-    """
+    A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens. work: the finished
+    completions."""
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
 
@@ -81,7 +79,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
             start = time.perf_counter()
             batches = [scheduler.next_batch({"main": 0}) for _ in range(4 if overlap else 1)]
             scheduler.close()
-            pool.drain()  # Partial completions of a fifth stage count too.
+            pool.drain()  # partial completions of a fifth stage count too
             seconds = time.perf_counter() - start
             tokens = sum(pool.num_decoded()) - before
             samples = [s for batch in batches for group in batch.groups for s in group.samples]
@@ -97,7 +95,7 @@ def checked_config(*settings: str) -> Checked:
 
 
 def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> list[str]:
-    """Return settings of the stage, for a random model or the one of --model, whose problems go into the folder."""
+    """Return the stage's settings, for a random model or the one of --model, whose problems are written to the folder."""
     settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
     settings += [f"rollout.engine={words.engine}", f"policies.main.dtype={words.dtype}"]
     if words.model is None:
@@ -115,7 +113,7 @@ def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> 
 
 
 class Child:
-    """Side in a separate process, which is ready once this is constructed."""
+    """A side in a separate process, ready once this is constructed."""
 
     def __init__(self, side: Callable[..., Side], *arguments: object) -> None:
         self._connection, child_end = multiprocessing.Pipe()
@@ -137,9 +135,9 @@ class Child:
 
 
 def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[object, ...]) -> None:
-    # Ray's workers import from here; in a checkout transformers would import our kernels/ as its own.
+    # Ray's workers import from here; in a checkout, transformers would import our kernels/ instead of its own.
     os.chdir(tempfile.gettempdir())
-    os.dup2(2, 1)  # Ray and vLLM print to stdout.
+    os.dup2(2, 1)  # Ray and vLLM print to stdout
     with closing(side(*arguments)) as answers, suppress(EOFError):
         connection.send(next(answers))
         while True:

@@ -1,14 +1,14 @@
-"""Comparison of every kernel with its alternatives: time, share of the roofline, peak memory, error.
+"""Compare every kernel with its alternatives: time, share of the roofline, peak memory, error.
 
     python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
-The case with the `ratio:` is measured at that shape first, on a CPU at that shape alone unless --all or --shape asks for
-more.
+The case with the `ratio:` line is measured first, at the headline's shape; on a CPU only at that shape unless --all or --shape
+asks for more.
 
-Each table is one case at one shape. Ours is judged against float64 first: if it is wrong, no number is printed and
-the exit code is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time,
-peak memory from a process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator; the call waits on the
-GPU until it is launched whole.
+Each table is one case at one shape. Ours is first judged against float64: if it is wrong, no number is printed and the exit code
+is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time, and peak memory from a
+separate process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator; the GPU starts a call once it is
+completely launched.
 
     x ours      time of the variant / ours
     roofline    max(FLOPs / GEMM rate, bytes / copy rate) of the job, both rates measured in this run / time
@@ -51,7 +51,7 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 
 @dataclass(frozen=True)
 class Row:
-    """Line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
+    """A line of a table. errors: per result, relative to the largest exact value. is_right: all within tolerance.
 
     floor_share: roofline time / median. extra_bytes: None if unknown. host_s: until a call on a GPU is launched.
     """
@@ -71,10 +71,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Case at one shape; skipped: {variant: reason}. failure: reason why nothing was measured.
+    """A case at one shape. skipped: {variant: reason}. failure: why nothing was measured.
 
-    kernels: with --profile, (milliseconds and launches per call of ours, name), for all together and then the longest first.
-    """
+    kernels: with --profile, (milliseconds and launches per call of ours, name): first for all together, then by decreasing
+    time."""
 
     case: str
     shape: Shape
@@ -95,7 +95,7 @@ class Table:
 def measure(
     case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
 ) -> Table:
-    """Judge ours, then all variants; then measure time, then memory. only, without: variants by name, as on the command line."""
+    """Judge ours, then all variants; then measure time, then memory. only, without: names of variants, as on the command line."""
     torch.compiler.reset()  # torch compiles a function for at most eight shapes, and runs it uncompiled for others
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
@@ -175,7 +175,7 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
 
 
 def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> dict[str, int]:
-    """Return {variant: peak beyond inputs, dX and dW} of the variants that did not fail in the process measuring memory."""
+    """Return {variant: peak beyond inputs, dX and dW} of the variants that did not fail in the process that measures memory."""
     if shape.device == "cpu":
         peaks = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
     else:
@@ -225,7 +225,7 @@ def text(table: Table) -> str:
 
 
 def headline(tables: list[Table]) -> float | None:
-    """Return time of torch eager on the unmasked rows only / ours, at the agreed shape; None if not measured."""
+    """Return the time of torch eager on the unmasked rows divided by ours, at the headline's shape; None if not measured."""
     for table in tables:
         shape = table.shape
         if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
@@ -237,8 +237,7 @@ def headline(tables: list[Table]) -> float | None:
 def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
     """Return the shapes to measure, the headline's first. texts: values of --shape, all of which must occur in a title.
 
-    If the headline is one of the case's shapes, only it is measured, unless has_all or texts ask for others.
-    """
+    If the headline is one of the case's shapes, only it is measured, unless has_all or texts request others."""
     leading = [shape for shape in shapes if (case.name, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE]
     if leading and not has_all and not texts:
         return leading
@@ -291,7 +290,7 @@ def main() -> int:
             _free(options.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)
-            if options.json:  # after every table, so that an interrupted run keeps its results
+            if options.json:  # written after every table, so that an interrupted run keeps its results
                 record = {"surroundings": where, "tables": [dataclasses.asdict(t) for t in tables]}
                 options.json.write_text(json.dumps(record, indent=1) + "\n")
             if shape is not shapes[-1] and (early := headline([table])) is not None:

@@ -1,4 +1,4 @@
-"""Engine of vLLM whose computation can be corrupted, for benchmarks/probe.py."""
+"""An engine of vLLM whose computation can be corrupted, for benchmarks/probe.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpoiledVllm(VllmEngine):
         self._refusals: list[str] = []
 
     def spoil(self, what: str) -> int:
-        """Corrupt the computation; return the number of changed places."""
+        """Corrupt the computation; return the number of changed modules."""
         ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
             "rope not stretched": self._unstretched,
@@ -75,7 +75,7 @@ class SpoiledVllm(VllmEngine):
                 self._set(getattr(attention, name), "forward", lambda x, *_: x)
 
     def _stale_cache(self) -> None:
-        """Keep the prefix cache; the engine's own error about that is suppressed, so that only the probe can detect it."""
+        """Keep the prefix cache. The engine's own error about that is suppressed, so that only the probe can detect it."""
         self._set(self, "_reset_prefix_cache", lambda: None)
         self._set(self, "_refuse_old_prefixes", self._keep_refusal)
 
@@ -86,6 +86,6 @@ class SpoiledVllm(VllmEngine):
             self._refusals.append(str(refusal))
 
     def take_refusals(self) -> list[str]:
-        """Return errors of the engine that were suppressed since the last call."""
+        """Return the engine's errors that were suppressed since the last call."""
         refusals, self._refusals = self._refusals, []
         return refusals

@@ -50,18 +50,20 @@ PLACES = {
 """{part: (module of marsrl, function in it)}."""
 
 WITHIN = ("publish: probe, trainer", "publish: probe, engine")
-"""Parts that keep the seconds of forward passes within them."""
+"""Parts that include the seconds of forward passes inside them."""
 
 
 class Clocks:
-    """Seconds of parts since start(), each without those of parts within it; of all threads."""
+    """Seconds of parts since start(), each without the parts inside it, over all threads."""
 
     def __init__(self) -> None:
         self._lock, self._open = threading.Lock(), threading.local()
         self.start()
 
     def start(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # calls, clock, CPU
+        self.seconds: dict[str, list[float]] = defaultdict(
+            lambda: [0, 0.0, 0.0]
+        )  # calls, wall-clock seconds, CPU seconds
         self._began = time.perf_counter(), time.process_time()
 
     def whole(self) -> tuple[float, float]:
@@ -74,7 +76,7 @@ class Clocks:
         if any(frame[0] in WITHIN for frame in stack):
             yield
             return
-        stack.append([name, 0.0, 0.0])  # name, then seconds and CPU seconds of parts inside
+        stack.append([name, 0.0, 0.0])  # name, then seconds and CPU seconds of the parts inside
         start = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -111,7 +113,7 @@ class Clocks:
 
 
 def put_clocks(clocks: Clocks) -> None:
-    """Wrap the functions of PLACES wherever marsrl's modules hold them."""
+    """Wrap the functions of PLACES wherever marsrl's modules refer to them."""
     from importlib import import_module
 
     for name, (module_name, path) in PLACES.items():
@@ -129,7 +131,7 @@ def put_clocks(clocks: Clocks) -> None:
 
 
 def table(clocks: Clocks, steps: int) -> dict[str, Any]:
-    """Print the table; returns its numbers per step."""
+    """Print the table, and return its numbers per step."""
     seconds, cpu = clocks.whole()
     rows = {name: tuple(number / steps for number in clocks.seconds[name]) for name in PLACES if name in clocks.seconds}
     remaining = [total / steps - sum(row[i] for row in rows.values()) for i, total in ((1, seconds), (2, cpu))]

@@ -42,9 +42,9 @@ class StepProblem:
 
 PROBLEMS = {
     "bench": StepProblem("bench", 8192, "float32", 8, (20, 61), 120, 512, 2048, 8),
-    # This is Qwen3-30B-A3B at full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
+    # Qwen3-30B-A3B at full width with 4 of its 48 layers: 3.1 G parameters, trainable on one GPU of 80 GB.
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
-    # This is the same slice at a size for CPUs.
+    # The same slice at a size for CPUs.
     "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
 
@@ -76,7 +76,7 @@ def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.
 
 
 def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
-    """Return groups of 8 with lognormal lengths (sigma 1.0), two per agent; every second group has no spread (advantage 0)."""
+    """Return groups of 8 with log-normal lengths (sigma 1.0), two per agent; every second group has no spread (advantage 0)."""
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):
@@ -107,8 +107,7 @@ def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: 
 
     6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
 
-    With an adapter 4 in place of 6 where weights are frozen, and 6 T P_adapter,active.
-    """
+    With an adapter, frozen weights count 4 instead of 6, plus 6 T P_adapter,active."""
     factor, pairs = 6, 0.0
     if adapter is not None:
         factor = 4

@@ -1,12 +1,11 @@
 """Programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one step each.
 
-Ours and Megatron support any parallel layout and use the same layers on the same packed micro-batches, so they differ only in the
+Ours and Megatron support any parallel layout, and use the same layers on the same packed micro-batches. They differ only in the
 head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatron's entropy would need full logits twice, so
 DMMPT is compared only with the reference.
 
-With adapters, one an agent, ours lays samples of all agents into the same micro-batches; the reference is PEFT's, and WHOLE
-is our step of all weights.
-"""
+With one adapter per agent, ours puts the samples of all agents into the same micro-batches. The reference is PEFT's loop, and
+WHOLE is our step that trains all weights."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ ADAPTER_VARIANTS = (OURS, WHOLE, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """Program to compare. step() trains once and returns the gradient norm of all adapters; trained: its sequences."""
+    """Program to compare. step() trains once, and returns the gradient norm of all adapters. trained: its sequences."""
 
     step: Callable[[], float]
     close: Callable[[], None]
@@ -136,7 +135,7 @@ def _take_megatrons_head(learner: Any) -> None:
             nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None])
             lengths = batch.cu_seqlens.diff().long()
             advantage = batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
-            # At 1 the ratio has the gradient of the log-prob.
+            # At ratio 1, the ratio has the log-prob's gradient.
             terms = nll[:, 0] * advantage * batch.mask
             agents = batch.agent_of.long().repeat_interleave(lengths, output_size=batch.num_tokens)
             of_agent = terms.new_zeros(NUM_AGENTS).index_add_(0, agents, terms.detach())

@@ -13,13 +13,13 @@ import torch
 from case import Variant
 from torch.profiler import ProfilerActivity, profile
 
-SHORT_S = 0.01  # least time for which a call is repeated on the CPU: a single call of 50 us is mostly noise
+SHORT_S = 0.01  # minimum time for which a call is repeated on the CPU: a single call of 50 us is mostly noise
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
 AHEAD_CYCLES = 10_000_000  # GPU cycles, 5 ms: longer than Python takes to launch a call
 
 
 class Clock:
-    """Timer of one call of a variant; on the CPU the mean over SHORT_S seconds of calls, with warm caches."""
+    """Timer of one call of a variant; on the CPU, the mean over SHORT_S seconds of calls with warm caches."""
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
@@ -49,7 +49,7 @@ class Clock:
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
-    """Time each variant once per round, in rotating order: (seconds of the rounds by name, reasons for abandoned variants).
+    """Time each variant once per round, in rotating order. Return (seconds of the rounds by name, reasons of abandoned variants).
 
     Clock drift or other load then affects all variants alike, and cancels in their ratio. After budget_s of
     wall time no new round starts once three are done. The first round is a warm-up.
@@ -94,7 +94,7 @@ def top_kernels(
 
     On a CPU these are PyTorch's operators.
     """
-    run()  # The first call compiles.
+    run()  # the first call compiles
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
         for _ in range(calls):
             run()

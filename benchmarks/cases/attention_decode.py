@@ -15,7 +15,7 @@ from marsrl.kernels.attention_decode.reference import attention_decode_reference
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; their tokens are the places of all caches together, S x L."""
+    """Return shapes; tokens counts the positions of all caches together, S x L."""
     if quick:
         return [Shape(device, tokens=4 * 32, sequences=4, heads=4, kv_heads=2, head_size=16, note="caches of 32")]
     if device == "cpu":

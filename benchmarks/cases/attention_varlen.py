@@ -73,7 +73,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
-    """Attend on [S, L, ...], as a trainer without packing stores its batch; the padding is part of its cost."""
+    """Attend on [S, L, ...], as a trainer without packing stores its batch. The padding is part of its cost."""
     query, key, value = (
         torch.nn.utils.rnn.pad_sequence(list(tensor.split(sizes)), batch_first=True).transpose(1, 2)
         for tensor in (q, k, v)
@@ -83,7 +83,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]]:
-    """Yield the other projects' kernels that ours can call: (name, why not, function)."""
+    """Yield kernels of other projects that ours can use: (name, why not, function)."""
     for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
         reason = flash.machine_lacks(version) or flash.why_not(version, q)
         yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)

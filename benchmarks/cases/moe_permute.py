@@ -1,8 +1,7 @@
 """moe_permute and moe_unpermute: tokens to rows sorted by expert and back as sums, forward and backward.
 
-The time includes reading the router's map. The router's weights are permuted too, without their gradient, which is small
-beside the tokens'.
-"""
+The time includes reading the router's map. The router's weights are permuted too, but their gradient is left out: it is small
+compared with the tokens'."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _build(shape: Shape) -> Bench:
 
     def judge() -> Judgement:
         judgement = compared.judge(partial(plain, _eager))
-        # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp; the target's dz is a multiple of it.
+        # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp; the target's dz is proportional to it.
         size = float(judgement.exact["dz"].abs().max() * judgement.exact["logprobs"].abs().max())
         return replace(judgement, scales={"dz": size, "loss": float(advantages.abs().sum())})
 
@@ -69,7 +69,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", partial(plain, _eager)),
         compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
-    # Each logit takes two exp of some 20 operations. Memory is the bound: logits are read, then read and written.
+    # Each logit needs two exp of about 20 operations. Memory is the bound: logits are read once, then read and written.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
     return Bench(variants, judge, flops, num_bytes, 0)
 
@@ -94,7 +94,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """Do the work that is needed once per batch: allocate arrays of all tokens and the evaluator of the objective."""
+        """Do the work that is needed once per batch: allocate per-token arrays, and set up the objective's evaluator."""
         self.logits.copy_(self.source)
         statistics = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, statistics.logprobs, statistics.entropy)

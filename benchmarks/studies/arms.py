@@ -30,7 +30,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """Study of several arms. evaluated: rows of the evaluation to keep; agents: agents whose rewards to keep.
+    """Study of several arms. evaluated: rows of the evaluation to store. agents: agents whose rewards to store.
 
     counted: metrics whose means over the last quarter of the steps are kept. has_curve: its arms evaluate during training.
     """
@@ -44,7 +44,7 @@ class Study:
 
 
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
-PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's: Verifiers paired, Correctors balanced
+PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's choice: Verifiers paired, Correctors balanced
 NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
 SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
 TRAJECTORY = "rollout.pipeline=trajectory"
@@ -133,9 +133,11 @@ STUDIES = {
 
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
-"""Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes.
-Verifier and Corrector: of this seed, before training (untrained) or after it."""
-OTHER_KIND = (  # 107,456 instead of 568,416 parameters; mistakes mostly at + and -, those of this team's tutors mostly at *
+"""Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes. Verifier
+and Corrector: this seed's, before training (untrained) or after it.
+"""
+# 107,456 instead of 568,416 parameters; its mistakes are mostly at + and -, those of this team's tutors mostly at *
+OTHER_KIND = (
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
     "warm_start.slip_solver=0.15",
@@ -193,14 +195,14 @@ def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
-    """Return largest norm and spikes of a training; several policies' gradients count as one vector."""
+    """Return the largest gradient norm and the number of spikes; several policies' gradients count as one vector."""
     norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
     spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
     return {"grad_norm_max": max(norms), "grad_spikes": spikes}
 
 
 def _of(row: Any, metric: str) -> list[float]:
-    """Return the metric of every policy; with several policies its name begins with the policy's name."""
+    """Return the metric of every policy; with several policies its name begins with the policy's."""
     return [value for name, value in row.items() if f"/{name}".endswith(f"/{metric}") and value is not None]
 
 

@@ -1,13 +1,12 @@
-"""Studies of docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
+"""Studies of docs/evidence.md: the papers' claims, compared with teams that a CPU trains in minutes.
 
     python benchmarks/studies/evidence.py                       writes the page from existing results; lists what is missing
     python benchmarks/studies/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
 
-Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so a killed command resumes with the
-rest. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To repeat a
-study, delete its files. --run needs a clean tree and an otherwise idle machine, as it records times. Runs and warm starts stay in
-runs/evidence, by state of the training code: foreign Solvers are evaluated beside `whole`'s team.
-"""
+Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so an interrupted command can be
+resumed. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To
+repeat a study, delete its files. --run needs a clean tree and an otherwise idle machine, because it records times. Runs and warm
+starts stay in runs/evidence, by state of the training code: foreign Solvers are evaluated with the team of `whole`."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ WRITTEN = ("benchmarks/results", "docs")  # written by this command; these canno
 
 @dataclass(frozen=True)
 class Job:
-    """Training of an arm, or in the study `foreign` an evaluation with the team that `whole` has trained."""
+    """Training of an arm; in the study `foreign`, an evaluation with the team that `whole` has trained."""
 
     study: str
     arm: str
@@ -62,8 +61,7 @@ class Job:
 def every_job(only: Sequence[str]) -> list[Job]:
     """Return all jobs, ordered by seed first, so that an interrupted table has complete seeds.
 
-    Evaluations follow the training that they need.
-    """
+    An evaluation comes after the training that it needs."""
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():
@@ -124,7 +122,7 @@ class Runner:
         for job in jobs:
             whole_job = Job("marsrl", "whole", job.seed)
             if job.study == "foreign" and whole_job not in trainings and not (self.runs / whole_job.name).exists():
-                trainings.append(whole_job)  # The run of `whole` is on another machine, or deleted.
+                trainings.append(whole_job)  # the run of `whole` is on another machine, or deleted
         self._at_once(partial(self.train, job) for job in trainings)
         self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 
@@ -178,7 +176,7 @@ class Runner:
 
     def train(self, job: Job) -> None:
         run = self.runs / job.name
-        shutil.rmtree(run, ignore_errors=True)  # A killed training may have left it.
+        shutil.rmtree(run, ignore_errors=True)  # a killed training may have left it
         settings = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
         start = time.monotonic()
         try:
@@ -189,7 +187,9 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """Measure the foreign team's accuracy, its Solver's first answers in the same episodes, and the gain by the others."""
+        """Measure the foreign team's accuracy, its Solver's first answers in the same episodes, and the gain from the other
+        agents.
+        """
         from marsrl.trainer.report.summary import Evaluation
 
         start, run = time.monotonic(), self.runs / Job("marsrl", "whole", job.seed).name
@@ -237,7 +237,7 @@ class Runner:
 
 
 def warm_started(settings: Sequence[str]) -> Path:
-    """Return the directory of the first warm-started policy of these settings; make it unless it is cached."""
+    """Return the directory of the first warm-started policy with these settings; make it unless it is cached."""
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
     from marsrl.trainer.supervised.warm_start import warm_starts

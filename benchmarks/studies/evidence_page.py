@@ -1,9 +1,7 @@
-"""Tables of docs/evidence.md, from results. evidence.py puts them into the page, whose text is written by hand.
+"""Tables of docs/evidence.md, made from results. evidence.py puts them into the page, whose text is written by hand.
 
-Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
-start, the problems and the seed of the draws). The text under a table describes exactly that table, and is removed with its
-numbers.
-"""
+Two arms differ if Student's 95% interval of their mean difference over seeds excludes 0 (arms share a seed's warm start, problems
+and random draws). The text under a table describes exactly that table, and is removed when its numbers change."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one training or evaluation. stopped: the last line of one that failed."""
+    """Result of one training or evaluation. stopped: the last line of a failed one."""
 
     study: str
     arm: str
@@ -42,7 +40,7 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """Table of a section. groups: arms to compare, the first of a group with each other arm.
+    """Table of a section. groups: arms to compare; the first of a group is compared with each other one.
 
     columns: {number of a result: heading}; the first has its interval over seeds, and is compared. at_tokens and
     at_step_seconds: the team's accuracy when it had spent as much as the arm that spent least with this seed.

@@ -1,13 +1,13 @@
-"""Kuhn poker in self-play: how far a policy of 12 decision points is from an equilibrium, computed exactly.
+"""Kuhn poker in self-play: distance of a policy with 12 decision points from an equilibrium, computed exactly.
 
     python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 60 steps each
     python benchmarks/studies/kuhn.py --folder /tmp/kuhn --arms none anchor --seeds 0 --steps 3 [key.sub=value ...]
 
 Each player antes 1 and gets one of the cards 1, 2, 3. A move is a digit: 1 bets 1 (or calls a bet), 0 checks (or folds). Both
 players share one policy. It starts as a small random model that has imitated both moves equally often, at every decision point.
-Exploitability is what a best response wins from the policy, mean of both seats: .4583 for even moves, 0 in an equilibrium.
-An arm's checkpoints are scored with transformers; the report has their last quarter, and the average policy of all checkpoints.
-"""
+Exploitability is what a best response wins from the policy, averaged over both seats: .4583 for uniform moves, 0 in an
+equilibrium. An arm's checkpoints are scored with transformers; the report has their last quarter, and the average policy of all
+checkpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def value(bets: Bets, deal: Sequence[int], history: str = "") -> float:
 
 
 def exploitability(bets: Bets) -> float:
-    """Return what a best response wins per game, mean of both seats. Each of its 64 pure policies is tried."""
+    """Return a best response's win per game, averaged over both seats. Each of its 64 pure policies is tried."""
     best = []
     for seat, sign in enumerate((1, -1)):
         own = [point for point in POINTS if len(point[1]) % 2 == seat]
@@ -58,7 +58,7 @@ def exploitability(bets: Bets) -> float:
 
 
 def average(policies: Sequence[Bets]) -> Bets:
-    """Return the policy that plays as if one of these were drawn before each game.
+    """Return the policy that plays as if one of these were sampled before each game.
 
     At each decision point a policy's moves are weighted by the probability with which its player reaches the point.
     """
@@ -72,7 +72,7 @@ def average(policies: Sequence[Bets]) -> Bets:
 
 
 class Deals(OwnTask):
-    """The six deals, of which each step plays every one."""
+    """The six deals; each step plays all of them."""
 
     def problems(self) -> list[tuple[str, str | None]]:
         return [(f"deal {a}{b}", f"{a}{b}") for a, b in DEALS]
@@ -82,7 +82,7 @@ class Deals(OwnTask):
 
 
 class Kuhn:
-    """Environment of the players first and second. A turn is one token; one that is no move loses 2."""
+    """Environment of the players first and second. A turn is one token; an invalid move loses 2."""
 
     max_tokens = 1
 
@@ -139,7 +139,7 @@ ARMS = {
 
 
 def settings(folder: Path, model: Path) -> list[str]:
-    """Return the settings of all arms, of the imitation too."""
+    """Return settings common to all arms, and to the imitation."""
     return [
         f"task={__file__}:Deals", f"data.demonstrations={folder / 'moves.jsonl'}", "orchestration=external",
         f"external.environment={__file__}:Kuhn", f"run.dir={folder}", "run.evaluate=false",

@@ -2,16 +2,15 @@
 
     python benchmarks/studies/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 
-The project's player runs with simulated engines on a virtual clock (simulation/): trajectory and agentic with 1 and 4
-segments, 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
+The project's player runs with simulated engines on a virtual clock (simulation/): trajectory and agentic, with 1 and 4 segments,
+64 engines and 512 problems. The constants are printed first; one parameter is fitted.
 
     --sensitivities   also 2 and 8 segments, rollout.overlap, and other numbers of engines and of problems: four times the work
     --full            the sensitivities with 4,096 problems too: twice their work
     --scale N         1/N of the engines and problems: less time, and more noise
     --picture         idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
 
-`ratio:` is the time per trained sample, trajectory with 1 segment over agentic with 4.
-"""
+`ratio:` is the time per trained sample of trajectory with 1 segment, divided by that of agentic with 4."""
 
 from __future__ import annotations
 

@@ -67,20 +67,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from random_models import VOCABULARY, write_large_tokenizer
 
 CONFIG = "configs/qwen3_30b_a3b.yaml"
-BASE = 64  # number of GPUs that the numbers below are for; more GPUs have as much work each
+BASE = 64  # number of GPUs that the numbers below are for; larger clusters have the same work per GPU
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
 YOUNG = 4  # steps before the measured ones, until all five agents play
 PLAYED = 3  # measured steps, which vary in size
 STEADY = 24  # steps until the samples per step stop growing
 COARSE, FINE = 64, 4  # real tokens per simulated token
-TIMES = 3  # processes that measure 64 GPUs, as CPU seconds vary by a third
-END = 512  # tokens at the end of a completion that are decoded; the answer or verdict there takes some 250
-LONG = 32_768  # tokens of the comparison with overlap
+TIMES = 3  # processes that measure 64 GPUs, because CPU seconds vary by a third
+END = 512  # tokens at the end of a completion that are decoded; its answer or verdict takes about 250
+LONG = 32_768  # tokens of the completions in the comparison with overlap
 DIVISIONS = (0.5, 0.625, 0.75)  # shares of the GPUs that decode
 LENGTHS = Lengths(1.369)  # sigma: pipeline.py's fit
 
 
-# These parts' seconds grow with the played samples; the seconds of other parts grow with the trained samples.
+# These parts' seconds grow with the played samples; those of other parts with the trained samples.
 PLAYED_PARTS = ("books and pool", "prompts", "texts")
 BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding its share")
 
@@ -121,11 +121,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankZero:
-    """CPU seconds of rank 0 by part, over PLAYED steps that ask for `played` samples, and the last one's trained `samples`.
+    """CPU seconds of rank 0 by part, over PLAYED steps that request `played` samples, and over the last one's trained `samples`.
 
-    tokens: number of tokens in the samples' arrays, each of which stands for `grain`. bytes: size of messages and files, by
-    contents.
-    """
+    tokens: number of tokens in the samples' arrays, each of which stands for `grain` real ones. bytes: size of messages and
+    files, by contents."""
 
     gpus: int
     grain: int
@@ -181,7 +180,7 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
 
 
 def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
-    """Return a function for a completion's text: its last tokens, decoded, after other words of the rest's length.
+    """Return a function for a completion's text: its last tokens, decoded, after other words of the same length as the rest.
 
     Decoding everything, as engines do, would take most of the time and would evict rank 0's data from the caches.
     """
@@ -273,7 +272,7 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
-    """Measure in separate processes, so many times, and return the median."""
+    """Measure in this many separate processes, and return the median."""
     command = [sys.executable, __file__, "--measure", json.dumps([gpus, grain])]
     measured = []
     for _ in range(times):
@@ -359,7 +358,7 @@ def main() -> int:
     if options.measure:
         print(json.dumps(asdict(measure(*json.loads(options.measure)))))
         return 0
-    gc.disable()  # Samples hold no cycles.
+    gc.disable()  # samples have no reference cycles
     steady = play(replace(asynchronous(BASE), warmup=STEADY, steps=8), Constants(), LENGTHS)
     trajectory, overlap = play(trajectories(BASE), Constants(), LENGTHS), overlap_gains()
     show_gains(trajectory, steady, overlap)

@@ -25,7 +25,7 @@ from marsrl.trainer.data.turns import turn_advantages
 Rewards = Sequence[float]
 """Rewards of a session's turns."""
 Estimator = Callable[[Sequence[Rewards]], Sequence[Sequence[float]]]
-"""Sessions' rewards to the advantages of their turns."""
+"""Function from the rewards of sessions to the advantages of their turns."""
 
 CONTINUES, PAYS = 0.5, 0.4
 SESSIONS: tuple[tuple[float, Rewards, tuple[float, float]], ...] = (  # probability, rewards, d log p of both choices
@@ -51,7 +51,7 @@ def moments(estimator: Estimator, num_sessions: int) -> tuple[np.ndarray, np.nda
 
 
 def noise(estimator: Estimator, num_sessions: int, num_turns: int) -> float:
-    """Return the mean variance of an advantage whose estimator is linear, where each turn's reward is noise of variance 1."""
+    """Return the mean variance of a linear estimator's advantages, if each turn's reward is noise of variance 1."""
     units = np.eye(num_sessions * num_turns).reshape(-1, num_sessions, num_turns)
     weights = np.array([estimator([list(rewards) for rewards in unit]) for unit in units])
     return float((weights**2).sum(0).mean())
@@ -66,7 +66,7 @@ def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def samples_of(sessions: Sequence[Rewards]) -> Group:
-    """Return sessions of one agent with these rewards of turns; a turn has two tokens, with an unsampled token between turns."""
+    """Return sessions of one agent with these rewards by turn; a turn has two tokens, with an unsampled token between turns."""
     return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
 
 
@@ -89,13 +89,13 @@ def ours(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def leave_one_out(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=none: a session's whole return less the mean of the others'."""
+    """credit.std=none: a session's return minus the mean of the others'."""
     whole = [sum(rewards) for rewards in sessions]
     return [[each - fmean(whole[:i] + whole[i + 1 :])] * len(sessions[i]) for i, each in enumerate(whole)]
 
 
 def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=biased (GRPO): the same less the mean of all, over their standard deviation."""
+    """credit.std=biased (GRPO): a session's return minus the mean of all, divided by their standard deviation."""
     whole = [sum(rewards) for rewards in sessions]
     mean, std = fmean(whole), pstdev(whole)
     return [[(each - mean) / std if std else 0.0] * len(rewards) for each, rewards in zip(whole, sessions, strict=True)]
@@ -112,7 +112,7 @@ def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def mean_over_calls(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """A session's return less the mean in which each call counts once (Dr. MAS without its standard deviation)."""
+    """A session's return minus the mean in which each call counts once (Dr. MAS without its standard deviation)."""
     mean = fmean(sum(rewards) for rewards in sessions for _ in rewards)
     return [[sum(rewards) - mean] * len(rewards) for rewards in sessions]
 

@@ -1,8 +1,8 @@
-"""Fit of sigma of the log-normal lengths, the only fitted number: UloRL's step with one segment takes the published time.
+"""Fit of sigma, the log-normal's only fitted number: UloRL's step with one segment must take the published time.
 
 The model's times for two and four segments are predictions, compared with the published ones.
 
-The paper does not say how many samples a stage plays once some are carried over. Both readings are simulated with the same sigma,
+The paper does not say how many samples a stage plays if some are carried over. Both readings are simulated with the same sigma,
 because they agree for one segment, where nothing is carried over:
 
     step_s      rollout.stage_size=new: as many new problems a stage as with one segment; carried-over samples come on top
@@ -28,9 +28,9 @@ ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
 """128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
 papers do not say how many."""
 
-MISS = 0.15  # larger relative errors of a prediction are misses
+MISS = 0.15  # a larger relative error of a prediction is a miss
 _SIGMAS = (0.3, 2.5)
-_WARMUP = 6  # steps before the measured ones: the longest samples take four stages
+_WARMUP = 6  # steps before the measured ones, because the longest samples take four stages
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def fit(constants: Constants) -> Fit:
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
-    """Return x in [low, high] with |f(x)| <= tolerance for a rising f (regula falsi, Illinois); None if f keeps its sign.
+    """Return x in [low, high] with |f(x)| <= tolerance for a rising f (regula falsi, Illinois); None if f does not change its
+    sign.
 
     f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
     """

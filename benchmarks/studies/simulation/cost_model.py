@@ -1,8 +1,8 @@
 """Cost model of decoding, prefill, training and weight syncs on H100s: constants, each with its source, and formulas.
 
-All constants were set before the fit; the one fitted number (lengths.Lengths.sigma) is not here. One was added after trial runs
-with guessed sigmas: attention had shared compute_flops_per_s, and got its own rate.
-Units: seconds, tokens, bytes, FLOP. An engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
+All constants were set before the fit; the only fitted number (lengths.Lengths.sigma) is not here. One was added after trial runs
+with guessed sigmas: attention had shared compute_flops_per_s, and got its own rate. Units: seconds, tokens, bytes, FLOP. An
+engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
 
     decode step   = floor(b) + kv_bytes_per_token * C / (gpus * bandwidth)      b sequences that hold C tokens together
     forward pass  = 2 * active_params * tokens / rate + attention_flops * sum of contexts / attention_rate       GPU-seconds
@@ -29,7 +29,7 @@ def _constant(default: float, unit: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the times. ASSUMED: not stated in papers or public figures."""
+    """Constants of the times. ASSUMED marks those that are in no paper or public source."""
 
     itl_scale: float = _constant(
         1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"
@@ -97,7 +97,7 @@ class CostModel:
         self._floor = [0.0] + [_interpolate(knots, b) for b in range(1, self.max_num_seqs + 1)]
 
     def floor_s(self, num_seqs: int) -> float:
-        """Return the part of a decode step that does not depend on the contexts' length."""
+        """Return the part of a decode step's time that does not depend on context lengths."""
         return self._floor[num_seqs]
 
     def decode_s(self, num_seqs: int, context: int, num_steps: int) -> float:
@@ -106,7 +106,7 @@ class CostModel:
         return num_steps * self._floor[num_seqs] + self.kv_s_per_token * grown
 
     def steps_within(self, num_seqs: int, context: int, seconds: float) -> int:
-        """Return the number of whole decode steps in so many seconds: decode_s solved for num_steps."""
+        """Return the number of whole decode steps within this time: the inverse of decode_s."""
         square = self.kv_s_per_token * num_seqs / 2
         linear = self._floor[num_seqs] + self.kv_s_per_token * context - square
         return int((math.sqrt(linear * linear + 4 * square * max(0.0, seconds)) - linear) / (2 * square))

@@ -36,14 +36,13 @@ class _Running:
 
 
 class EngineTimeline:
-    """Engine with its own clock, which `run` advances; work added later counts from then on.
+    """Engine with its own clock, which `run` advances; work added later starts from then on.
 
         engine.add(job, at_s=0.0)
         engine.run(until_s=10.0) -> ["uid that has ended", ...]
         engine.first_token_s.pop(uid)
 
-    now_s: time up to which its work is simulated; decode steps are not split, so it may lag behind until_s by one.
-    """
+    now_s: time up to which work is simulated. Decode steps are not split, so it may lag behind until_s by one."""
 
     def __init__(self, cost: CostModel) -> None:
         self.now_s = 0.0
@@ -134,7 +133,7 @@ class EngineTimeline:
 
     def _steps_to_event(self) -> int:
         """Return the steps to the next end of a sequence, or to a full KV cache."""
-        while self._ends[0][1] not in self._running:  # The sequence has been preempted since.
+        while self._ends[0][1] not in self._running:  # the sequence has been preempted since
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self._step, (self._cost.kv_capacity - self._held) // len(self._running))
 
@@ -145,7 +144,7 @@ class EngineTimeline:
         self._held += len(self._running) * num_steps
 
     def _preempt(self) -> None:
-        """Move the latest sequence back to the head of the queue; all its tokens will be prefilled again."""
+        """Move the latest sequence back to the head of the queue; all its tokens must be prefilled again."""
         _, latest = self._running.popitem()
         context = latest.context + self._step - latest.since
         self._held -= context

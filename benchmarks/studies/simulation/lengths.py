@@ -1,7 +1,6 @@
 """Length and outcome of a simulated completion, as functions of its uid.
 
-Every schedule therefore plays the same completions, and each length is a smooth function of sigma.
-"""
+Every schedule therefore plays the same completions, and each length is a smooth function of sigma."""
 
 from __future__ import annotations
 
@@ -28,15 +27,14 @@ def uniforms(seed: int, uid: str) -> tuple[float, float]:
 class Lengths:
     """Log-normal lengths: median * exp(sigma * z), the same for every agent, independent of each other.
 
-    Independence makes groups wait longer than real ones (a problem's samples have correlated lengths).
-    """
+    Real groups wait less than these, because the lengths of a problem's samples are correlated."""
 
     sigma: float
     median: float = MEDIAN_TOKENS
     seed: int = 0
 
     def tokens(self, uid: str) -> int:
-        """Return the whole length of a completion, at least 1; the player applies the global maximum."""
+        """Return a completion's whole length, at least 1; the player applies the global maximum."""
         z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
         return max(1, round(self.median * math.exp(self.sigma * z)))
 

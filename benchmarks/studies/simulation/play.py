@@ -35,10 +35,8 @@ StageSize = Literal["new", "total"]
 class Setting:
     """Settings of a simulated run.
 
-    trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. They are the same GPUs with overlap 0, and
-        separate ones with more.
-    max_tokens: largest length of a completion.
-    """
+    trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. With overlap 0 both share the same GPUs,
+    otherwise they are separate. max_tokens: longest completion."""
 
     engines: int = 64
     problems: int = 512
@@ -49,7 +47,7 @@ class Setting:
     group_size: int = 8
     stage_size: StageSize = "new"
     steps: int = 3  # measured steps
-    warmup: int | None = None  # steps before them; None: until every agent of the first problems has played
+    warmup: int | None = None  # steps before them; None: until every agent has played the first problems
     trainer_gpus: int | None = None
     max_tokens: int = MAX_TOKENS
 
@@ -144,7 +142,7 @@ class Simulation:
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
-            max_unfinished=MOST_TOKENS,  # never reached, so that every row has the same problems per step
+            max_unfinished=MOST_TOKENS,  # never reached, so that all rows have the same problems per step
         )
         team = simulated_team(
             self.replicas,
@@ -192,7 +190,7 @@ class Simulation:
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
-                break  # Decoding is as far ahead as rollout.overlap allows.
+                break  # decoding is as far ahead as rollout.overlap allows
             self.stages.absorb(self.stages.player.collect(end_s - self.clock.now_s))
 
 
@@ -223,7 +221,7 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
     if not num_samples:
         raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
     num_gpus = simulation.num_gpus
-    if setting.overlap:  # The engines then have other GPUs.
+    if setting.overlap:  # the engines then have other GPUs
         num_gpus += round(setting.engines * constants.gpus_per_engine)
     return Outcome(
         step_s=elapsed / setting.steps,

@@ -1,8 +1,7 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
-A token in the player stands for several real ones (the arrays would not fit into memory otherwise); the engines count real
-tokens. Only the engines are replaced; player, pool and team are the project's.
-"""
+A token in the player stands for several real ones, because the arrays would not fit into memory otherwise; the engines count real
+tokens. Only the engines are replaced; player, pool and team are the project's."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from simulation.engine_timeline import EngineTimeline, Job
 from simulation.lengths import Lengths
 
 TOKEN_GRAIN = 128
-"""Real tokens per simulated token: 64k tokens become 512, and a length of 8k is off by less than 1.6%."""
+"""Real tokens per simulated token: 64k tokens become 512, and the error of a length of 8k is below 1.6%."""
 
 Written = Callable[[str, int, int], IntArray]
 """(uid, number of tokens, tokens left after these) -> [N] int32: the next tokens of a completion; its end if none are left."""
@@ -110,7 +109,7 @@ class SimulatedReplicas(Replicas):
                 num_left = full_length
             num_known = full_length - num_left
             context = (len(request.token_ids) - num_known) * self.prompt_grain + num_known * self.grain
-            # New weights start a new prefix cache. Evictions of a waiting prefix by running sequences are ignored.
+            # New weights start a new prefix cache. Evictions of a waiting sample's prefix by running sequences are ignored.
             cached = context if self._cached.get(prefix) == (replica, version) else 0
             self._cached[prefix] = (replica, version)
             self._under_way[replica][request.uid] = _UnderWay(request, num_left, version)
@@ -144,7 +143,7 @@ class SimulatedReplicas(Replicas):
             if ended:
                 answers[replica] = encode(self._results(replica, ended))
         if answers and min(self._next_s) == math.inf:
-            self.clock.now_s = last_s  # Nothing else can end earlier.
+            self.clock.now_s = last_s  # nothing else can end earlier
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         assert adapter is None, "one policy without adapters is simulated"
@@ -177,7 +176,7 @@ class SimulatedReplicas(Replicas):
     def _result(self, replica: int, uid: str, num_new: int, *, is_cut: bool) -> DecodeResult:
         under_way = self._under_way[replica].pop(uid)
         first_s = self.engines[replica].first_token_s.pop(uid, None)
-        if first_s is not None:  # It is None if the sequence was never admitted.
+        if first_s is not None:  # None if the sequence was never admitted
             self.first_token_s.setdefault(uid, first_s)
         is_whole = num_new == under_way.left and not is_cut
         token_ids = self._written(uid, num_new, under_way.left - num_new)

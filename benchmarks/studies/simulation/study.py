@@ -1,4 +1,4 @@
-"""Simulated runs, in order: the fit and its predictions, the pipelines by segments, and one axis at a time."""
+"""Simulated runs, in order: the fit and its predictions, the pipelines by segments, and one parameter axis at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Grid:
 
     engines: int = 64
     problems: int = 512
-    group_size: int = 4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples a problem, not 72
+    group_size: int = (
+        4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples per problem instead of 72
+    )
     segments: tuple[int, ...] = (1, 4)
     overlap_at: tuple[int, int] | None = None
     engine_axis: tuple[int, ...] = ()
@@ -41,7 +43,7 @@ SENSITIVITIES = Grid(
     engine_axis=(8, 64, 512),
     problem_axis=(128, 512),
 )
-"""More segments, rollout.overlap, and one axis at a time: four times the work."""
+"""More segments, rollout.overlap, and one axis at a time, for four times the work."""
 
 FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
 """The sensitivities with 4,096 problems too, which doubles the time."""
@@ -76,7 +78,7 @@ class Study:
     cpu_s: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, engines: int, problems: int) -> float:
-        """Return the time per trained sample, trajectory with 1 segment over agentic with 4."""
+        """Return the time per trained sample of trajectory with 1 segment, divided by that of agentic with 4."""
         slow, fast = (self.rows[setting_of(engines, problems)] for setting_of in (reference, ours))
         return slow.s_per_sample / fast.s_per_sample
 

@@ -1,4 +1,4 @@
-"""Text of the study: constants, fit, predictions, pipelines, axes."""
+"""The study as text: constants, fit, predictions, pipelines, axes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pipelines_text(study: Study, grid: Grid) -> str:
     """Compare trajectory with agentic at the centre of the grid."""
     rows = []
     for setting, outcome in study.rows.items():
-        if setting == central(grid, setting.pipeline, setting.segments):  # Leaves out the settings of overlap_text.
+        if setting == central(grid, setting.pipeline, setting.segments):  # leaves out the settings of overlap_text
             rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
     head = f"{grid.engines} engines, {grid.problems} new problems a step, groups of {grid.group_size}, five agents, 64k"
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
