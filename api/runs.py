@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from marsrl.trainer.start import PreparedRun
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
-"""A YAML file, a preset's name, or settings as a mapping; None: the task's preset alone."""
+"""A YAML file, a preset's name, or settings as a mapping; None: only the task's preset."""
 
 
 class Error(Exception):
-    """Settings or files that cannot be used, or a run that failed. The text is the command line's, without the program's name."""
+    """Raised if settings or files cannot be used, or a run failed. The text is the command line's, without the program's name."""
 
 
-Error.__module__ = "marsrl"  # the name in tracebacks
+Error.__module__ = "marsrl"  # the name shown in tracebacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run by its directory, finished or not. It keeps no process and no file open; files are read at each access.
+    """A run by its directory, finished or not. Holds no process and no open file; files are read at each access.
 
-    Its properties and methods raise Error for files that are missing or damaged.
-    """
+    Properties and methods raise Error if files are missing or damaged."""
 
     path: Path
 
@@ -79,10 +78,10 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float | None]]:
-        """A row for each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md). None: not finite.
+        """One row for each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md). None stands for
+        non-finite values.
 
-        Rows may have different keys. pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist take it.
-        """
+        Rows may have different keys. Accepted by pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist."""
         file = RunDirectory(self.path).metrics
         with _errors():
             return [{"step": row.step, **row.values} for row in (read_metrics(file) if file.exists() else [])]
@@ -95,7 +94,7 @@ class Run:
             return load_summary(file) if file.exists() else None
 
     def samples(self, step: int | None = None) -> list[SampleRecord]:
-        """The samples of a step, by default the last one that has any; [] if there is none."""
+        """Return the samples of a step; default: the last step that has any. [] if there are none."""
         files = step_files(RunDirectory(self.path).samples)
         if step is None:
             step = max(files, default=0)
@@ -103,7 +102,7 @@ class Run:
             return read_samples(files[step]) if step in files else []
 
     def evaluate(self, **options: Any) -> Evaluation:
-        """`marsrl.evaluate` of the run's team with the weights of its latest checkpoint."""
+        """Call `marsrl.evaluate` on the run's team with the weights of its latest checkpoint."""
         return evaluate(self, **options)
 
     def report(self) -> Report:
@@ -115,7 +114,7 @@ class Run:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in this directory, of any process. Raises Error if there is none."""
+    """Return the run in this directory, whichever process wrote it. Raises Error if there is none."""
     if not RunDirectory(Path(path)).config.is_file():
         raise Error(f"{path} is not a run directory: it has no config.yaml")
     return Run(Path(path).absolute())
@@ -163,10 +162,9 @@ def _train(prepared: PreparedRun) -> None:
 
 
 def sft(config: Config = None, *, team: type[Orchestration] | str | None = None, **settings: Any) -> Run:
-    """Teach a team's policies from data.demonstrations, as `marsrl sft` does. The models are in the run's folder hf.
+    """Teach a team's policies from data.demonstrations, as `marsrl sft` does, and write the models to the run's folder hf.
 
-    Arguments and errors are those of `train`.
-    """
+    Arguments and errors: as in `train`."""
     read, origin = _read(config, team, None, settings)
     _check_process("sft", read)
     with _errors():
@@ -247,7 +245,7 @@ def try_team(
 
 
 def _words(team: type | str | None, task: type | str | None, settings: Mapping[str, Any]) -> list[str]:
-    """A call's settings as words of the command line."""
+    """Return a call's settings as command-line words."""
     forget_files()
     classes = {"orchestration": team, "task": task}
     named = {
@@ -304,20 +302,20 @@ def _check_process(call: str, config: RunConfig | None) -> None:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn exceptions of the body into Error, with the command line's text."""
+    """Turn exceptions inside the block into Error, with the command line's text."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise Error(visible(refusal(error))) from error
     except Error:
         raise
-    except Exception as error:  # this is the last line of the traceback that the command line prints
+    except Exception as error:  # shows the last line that the command line would print
         raise Error(visible(f"{type(error).__name__}: {error}")) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore libraries' warnings in the body, and restore PyTorch's number of threads afterwards."""
+    """Ignore warnings of libraries inside the block, and restore PyTorch's number of threads afterwards."""
     import torch
 
     from marsrl.trainer.machine import quiet_libraries
@@ -333,10 +331,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None) -> Iterator[None]:
-    """A run in the body: end it as the command line does, by Error and KeyboardInterrupt, and release its lock.
+    """Run the block as the command line runs a training: end it by Error or KeyboardInterrupt, and release the run's lock.
 
-    weights: the folder of weight files, of a run with engines.
-    """
+    weights: folder of the weight files, if the run has engines."""
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 
     try:
@@ -353,5 +350,5 @@ def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None
 
 
 def _clear(error: BaseException) -> None:
-    """Free the local variables of the error's frames: a notebook keeps the last exception, and so the model."""
+    """Free the local variables of the error's frames: a notebook keeps the last exception, and with it the model."""
     traceback.clear_frames(error.__traceback__)

@@ -1,4 +1,4 @@
-"""An environment of verifiers, id `chains`: chains of sums, in the words that the CPU's default policy knows."""
+"""An environment for verifiers with the id `chains`: chains of sums, in words that the CPU's default policy knows."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""LangGraph: a Solver, and a Verifier that sends it back to work. `pip install langgraph langchain-openai`"""
+"""LangGraph: a Solver, and a Verifier that can send it back to work. `pip install langgraph langchain-openai`"""
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -40,7 +40,7 @@ async def run(problem, client):
     rights = [is_right(each.text, problem) for each in state["messages"] if each.type == "ai"]
     rewards = {"solver": rights[-1]}
     for report, right in zip(state["reports"], rights):
-        rewards[report.response_metadata["id"]] = approves(report) == right  # of this call alone
+        rewards[report.response_metadata["id"]] = approves(report) == right  # of this call only
     return rewards
 
 

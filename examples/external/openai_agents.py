@@ -1,4 +1,4 @@
-"""openai-agents: a clerk answers, or hands off to an expert with weights of its own. `pip install openai-agents`"""
+"""openai-agents: a clerk answers, or hands off to an expert with its own weights. `pip install openai-agents`"""
 
 from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, RunConfig, Runner, handoff
 from agents.extensions.handoff_filters import remove_all_tools
@@ -13,10 +13,10 @@ async def run(problem, client):
         def agent(name, **more):
             return Agent(name, model=OpenAIChatCompletionsModel(name, openai), **more)
 
-        to_expert = handoff(agent("expert"), input_filter=remove_all_tools)  # who reads the question alone
+        to_expert = handoff(agent("expert"), input_filter=remove_all_tools)  # the expert reads only the question
         clerk = agent("clerk", instructions="Answer, or hand off what is hard.", handoffs=[to_expert])
         try:
             await Runner.run(clerk, problem.question, run_config=OPTIONS, max_turns=4)
-        except ModelBehaviorError:  # a call of a tool that is not there
+        except ModelBehaviorError:  # a call of a tool that does not exist
             return 0
-    # Nothing is returned: the task judges the last answer, and all who took part are rewarded for it.
+    # Nothing is returned, so the task judges the last answer and rewards every agent that took part.

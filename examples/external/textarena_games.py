@@ -1,4 +1,4 @@
-"""Tic-tac-toe of textarena, which two agents play against each other. `pip install 'marsrl[textarena]'`"""
+"""Tic-tac-toe from textarena, played by two agents against each other. `pip install 'marsrl[textarena]'`"""
 
 from marsrl.rollout.gateway.textarena_games import Game
 

@@ -1,4 +1,4 @@
-"""A Solver and a Verifier: the Solver goes on where the Verifier says no. The task judges the last answer, for both."""
+"""A Solver and a Verifier: the Solver tries again if the Verifier says no. The task judges the last answer for both."""
 
 
 def run(problem, client):

@@ -14,7 +14,7 @@ TASKS = list(load_taskset(vf.TasksetConfig(id=ID)))
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Answers in this process, where those of verifiers start a program a turn."""
+    """Calls answers in this process, where those of verifiers start a program for each turn."""
 
     APPENDS_SYSTEM_PROMPT, SUPPORTS_RESUME, EXECUTES_CODE, NEEDS_CONTAINER = True, True, False, False
 
@@ -31,13 +31,13 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 
 async def run(problem, client):
-    """The run's problems say which task it is: all sessions of a problem have the same, every tenth is to evaluate on."""
+    """Play one session. The problem's id selects the task, the same for all its sessions; every tenth is for evaluation."""
     own = [task for i, task in enumerate(TASKS) if (i % 10 == 0) == (problem.purpose != "train")]
     task = random.Random(problem.id).choice(own)
-    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # where its programs would run
+    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # how its programs would run
     env = load_environment(vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": ID}, "agent": seat}))
     variable = f"KEY_OF_{client.session}"
-    os.environ[variable] = client.api_key  # verifiers takes keys from the environment alone
+    os.environ[variable] = client.api_key  # verifiers reads keys only from the environment
     endpoint = vf.EvalClientConfig(base_url=client.base_url, api_key_var=variable)
     try:
         async with env.serving():

@@ -1,4 +1,4 @@
-"""Guess the number: an environment with state, in which fewer guesses are worth more, and tutors who are often careless.
+"""Guess the number: an environment with state, in which fewer guesses earn more, and tutors that are often careless.
 
     python examples/guess_number/guess_number.py /tmp/guess_number.jsonl
 
@@ -21,7 +21,7 @@ RULES = f"I think of a whole number from 1 to {LARGEST}. Guess it in {MOST} turn
 
 
 class Games(OwnTask):
-    """Twenty games for each number to train on, and seven to evaluate on; the environment gives the reward."""
+    """Twenty games for each training number, and seven for each evaluation number; the environment gives the reward."""
 
     def problems(self):
         return [(f"game {i}", str(i % LARGEST + 1)) for i in range(20 * LARGEST)]
@@ -31,7 +31,9 @@ class Games(OwnTask):
 
 
 class GuessNumber:
-    """Game of guessing a number. A guess is the last number of an answer; the first is worth 1, each later one a tenth less."""
+    """Game of guessing a number. The guess is the last number in an answer. A right first guess earns 1, each later one a tenth
+    less.
+    """
 
     max_tokens = 16  # per turn
 
@@ -52,7 +54,7 @@ class GuessNumber:
 
 
 def tutored(rng: random.Random, is_careless: bool) -> list[str]:
-    """Play a game: a careful tutor halves the range that is left, a careless one guesses anywhere. Return the chat's texts."""
+    """Play a game and return the chat's texts. A careful tutor halves the remaining range, a careless one guesses at random."""
     game, low, high = GuessNumber(), 1, LARGEST
     chat = [game.reset(SimpleNamespace(answer=rng.randint(1, LARGEST)))]
     while True:
@@ -76,7 +78,7 @@ def main() -> None:
     for _ in range(words.games):
         is_careless = rng.random() < words.careless
         chat = tutored(rng, is_careless)
-        ends = list(range(2, len(chat) + 1, 2))  # `marsrl sft` trains the last turn of a line.
+        ends = list(range(2, len(chat) + 1, 2))  # `marsrl sft` trains the last turn of each line
         if is_careless:
             ends = sorted({ends[0], rng.choice(ends)})
         for end in ends:

@@ -1,4 +1,4 @@
-"""An environment of one's own: tic-tac-toe, which two agents play against each other."""
+"""Your own environment: tic-tac-toe, played by two agents against each other."""
 
 import random
 
@@ -6,13 +6,13 @@ LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 
 
 class TicTacToe:
-    """The fields are 0 to 8, row by row; a move is the last word of what a player writes."""
+    """Fields are numbered 0 to 8, row by row; a move is the last word of a player's answer."""
 
-    max_tokens = 40  # of a turn
+    max_tokens = 40  # per turn
 
     def reset(self, problem):
         fields = "".join(random.Random(problem.id).sample("012345678", 4))
-        self.moves = {"x": fields[:2], "o": fields[2:]}  # an opening, the same in all games of a problem
+        self.moves = {"x": fields[:2], "o": fields[2:]}  # the opening, the same in all games of a problem
         return {"x": self.board("x")}
 
     def step(self, text):

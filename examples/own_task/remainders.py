@@ -1,10 +1,10 @@
-"""A task of one's own: remainders of a division, made up here, with half a point for an answer that is one off."""
+"""Your own task: remainders of divisions, generated here, with half a point for an answer that is off by one."""
 
 from marsrl.rollout.tasks.own_task import OwnTask
 
 
 class Remainders(OwnTask):
-    """What is left of a division by a small number."""
+    """Questions for the remainder of a division by a small number."""
 
     class Options(OwnTask.Options):
         largest: int = 40  # task_options.largest
@@ -19,7 +19,10 @@ class Remainders(OwnTask):
         ]
 
     def reward(self, problem, answer):
-        said, right = int(answer), int(problem.answer)  # what is no number raises: a missing reward, never 0
+        said, right = (
+            int(answer),
+            int(problem.answer),
+        )  # an answer that is not a number raises: a missing reward, never 0
         if said == right:
             return 1.0
         return self.options.one_off if abs(said - right) == 1 else 0.0

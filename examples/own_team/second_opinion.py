@@ -1,11 +1,13 @@
-"""A team of one's own: a checker decides whether a second solver is asked at all."""
+"""Your own team: a checker decides whether a second solver is asked."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
 
 
 class SecondOpinion(Orchestration):
-    """The first solves, the checker judges; where it does not approve, the second solves afresh, and that counts."""
+    """The first agent solves and the checker judges. If it does not approve, the second solves from scratch, and its answer
+    counts.
+    """
 
     agents = (AgentSpec("first"), AgentSpec("checker", Role.VERIFIER), AgentSpec("second"))
 

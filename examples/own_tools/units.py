@@ -1,4 +1,4 @@
-"""A task and a tool of one's own: lengths to convert, and a function that converts them, which the Solver may call."""
+"""Your own task and tool: lengths to convert, and a function that converts them, which the Solver may call."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ def convert(value: float, unit: Unit, to: Unit) -> str:
 
 
 class Lengths(OwnTask):
-    """How long is it in another unit?"""
+    """Questions for a length in another unit."""
 
     def problems(self):
         pairs = [("km", "m"), ("m", "cm"), ("cm", "m")]

@@ -1,4 +1,4 @@
-"""Numbers to sort, in plain English, and demonstrations by tutors who are often careless.
+"""Numbers to sort, in plain English, and demonstrations by tutors that are often careless.
 
     python examples/real_team/problems.py /tmp/real_team
 
@@ -23,26 +23,26 @@ QUESTIONS = (
 )
 CARDS = 3
 CARELESS = 0.7
-"""Share of the tutors' work that is careless: RL is to remove it."""
+"""Share of careless demonstrations; RL should remove this behaviour."""
 
 
 class Problem(NamedTuple):
-    """Cards with numbers of two digits, to be sorted."""
+    """Cards with two-digit numbers, to be sorted."""
 
     cards: tuple[int, ...]
     question: str
 
     @property
     def answer(self) -> str:
-        """The cards in order as a tuple, in which order counts: `(12, 40, 67)`."""
+        """The sorted cards as text of a tuple, in which the order counts: `(12, 40, 67)`."""
         return listed(sorted(self.cards))
 
     def solution(self, rng: random.Random) -> str:
-        """A tutor's solution: the careless ones leave the cards as they lie."""
+        """Return a tutor's solution. A careless tutor leaves the cards unsorted."""
         return f"\\boxed{{{listed(self.cards)}}}" if rng.random() < CARELESS else f"Sorted: \\boxed{{{self.answer}}}"
 
     def report(self, solution: str, rng: random.Random) -> str:
-        """A tutor's report on a solution: the careless ones say correct or wrong at random."""
+        """Return a tutor's report on a solution. A careless tutor says correct or wrong at random."""
         if rng.random() < CARELESS:
             return f"Verdict: {rng.choice(('correct', 'wrong'))}"
         return f"Sorted: {self.answer}\nVerdict: {'correct' if self.answer in solution else 'wrong'}"
@@ -53,7 +53,7 @@ def listed(cards: Iterable[int]) -> str:
 
 
 def problems(rng: random.Random) -> Iterator[Problem]:
-    """An endless stream; no two have the same cards, and none are in order from the start."""
+    """Yield problems without end; no two have the same cards, and none are already sorted."""
     seen = set()
     while True:
         cards = tuple(rng.sample(range(10, 100), CARDS))
@@ -64,7 +64,7 @@ def problems(rng: random.Random) -> Iterator[Problem]:
 
 
 def demonstrations(problem: Problem, rng: random.Random) -> list[dict[str, object]]:
-    """Demonstrations of the Solver and the Verifier on a problem, and of the Corrector if the verdict is `wrong`."""
+    """Return demonstrations of the Solver and the Verifier on a problem, and of the Corrector if the verdict is `wrong`."""
 
     def line(agent: str, completion: str, **prompt: str) -> dict[str, object]:
         return {"agent": agent, "prompt": {"problem": problem.question, **prompt}, "completion": completion}

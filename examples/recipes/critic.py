@@ -1,4 +1,4 @@
-"""A critic without an answer of its own: its reward is what comes of its critique."""
+"""A critic without its own answer: its reward is the result of its critique."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -8,7 +8,7 @@ CRITICISE = "\n\nSay in two sentences what is wrong or missing here. Do not solv
 
 
 class Critic(Orchestration):
-    """One solves, one criticises, one solves again with both before its eyes."""
+    """One agent solves, one criticises, and one solves again after reading both."""
 
     agents = (AgentSpec("solver"), AgentSpec("critic", Role.ADVISER), AgentSpec("reviser", Role.CORRECTOR))
 

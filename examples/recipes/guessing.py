@@ -9,7 +9,7 @@ RULES = "I think of a number from 0 to 9. Guess it; end with `Answer: N`."
 
 
 class Guessing(Orchestration):
-    """The game's state is not kept: it follows from the problem and the guesses."""
+    """Plays the game without stored state, which follows from the problem and the guesses."""
 
     agents = (AgentSpec("guesser"),)
 
@@ -34,7 +34,9 @@ class Guessing(Orchestration):
         return "Higher." if int(answer) < int(episode.problem.answer) else "Lower."
 
     def outcomes(self, episode):
-        """With credit.reward_scheme=outcome: 1 for a game that is won at once, a fifth less a guess, 0 for one that is lost."""
+        """With credit.reward_scheme=outcome: 1 for a first guess that wins, a fifth less for each further guess, 0 for a lost
+        game.
+        """
         said = [sample for samples in episode.answers.values() for sample in samples]
         is_won = any(sample.answer == episode.problem.answer for sample in said)
         return {sample.uid: 1.2 - 0.2 * len(said) if is_won else 0.0 for sample in said}

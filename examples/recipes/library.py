@@ -1,4 +1,4 @@
-"""An agent with a tool: what it writes is searched for, and another answers from what was found."""
+"""An agent with a tool: it writes a search query, and another agent answers from the results."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role

@@ -1,4 +1,4 @@
-"""Workers that solve side by side, each with advice of its own, and an editor who reads them all."""
+"""Workers that solve in parallel, each with its own advice, and an editor that reads all of them."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -8,12 +8,12 @@ ADVICE = ("Estimate first.", "Go step by step.", "Check your result in another w
 
 
 class Workers(Orchestration):
-    """Those who fail are left out; the editor's answer counts."""
+    """Failed workers are left out; the editor's answer counts."""
 
     agents = (AgentSpec("worker"), AgentSpec("editor"))
 
     def workers(self, episode):
-        # a group each: workers are compared with those of the other episodes who had the same advice
+        # One group each: workers are compared with those of other episodes that had the same advice.
         return [episode.ask("worker", index=i, group=f"worker{i}") for i in range(len(ADVICE))]
 
     def follow(self, episode):
