@@ -66,7 +66,8 @@ class Report:
 class Run:
     """A run by its directory, finished or not. Holds no process and no open file; files are read at each access.
 
-    Properties and methods raise Error if files are missing or damaged."""
+    Properties and methods raise Error if files are missing or damaged.
+    """
 
     path: Path
 
@@ -81,7 +82,8 @@ class Run:
         """One row for each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md). None stands for
         non-finite values.
 
-        Rows may have different keys. Accepted by pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist."""
+        Rows may have different keys. Accepted by pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist.
+        """
         file = RunDirectory(self.path).metrics
         with _errors():
             return [{"step": row.step, **row.values} for row in (read_metrics(file) if file.exists() else [])]
@@ -164,7 +166,8 @@ def _train(prepared: PreparedRun) -> None:
 def sft(config: Config = None, *, team: type[Orchestration] | str | None = None, **settings: Any) -> Run:
     """Teach a team's policies from data.demonstrations, as `marsrl sft` does, and write the models to the run's folder hf.
 
-    Arguments and errors: as in `train`."""
+    Arguments and errors: as in `train`.
+    """
     read, origin = _read(config, team, None, settings)
     _check_process("sft", read)
     with _errors():
@@ -333,7 +336,8 @@ def _quiet() -> Iterator[None]:
 def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None) -> Iterator[None]:
     """Run the block as the command line runs a training: end it by Error or KeyboardInterrupt, and release the run's lock.
 
-    weights: folder of the weight files, if the run has engines."""
+    weights: folder of the weight files, if the run has engines.
+    """
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 
     try:

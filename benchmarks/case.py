@@ -35,7 +35,8 @@ class Shape:
     """Sizes of one table; 0 for sizes that a case does not use.
 
     tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: share of rows that are trained, and
-    share with a coefficient; 1 and 1: all rows. note: why this shape is measured."""
+    share with a coefficient; 1 and 1: all rows. note: why this shape is measured.
+    """
 
     device: str
     dtype: str = "float32"
@@ -65,7 +66,8 @@ class Shape:
 class Variant:
     """Implementation to compare. run: one forward and backward with cleared gradients; returns the results to judge.
 
-    does: a description, if it does less than ours. prepare: called before each run, not timed. Calling the variant calls both."""
+    does: a description, if it does less than ours. prepare: called before each run, not timed. Calling the variant calls both.
+    """
 
     name: str
     run: Callable[[], Any]
@@ -149,7 +151,8 @@ class Bench:
     judge: returns float64 results on the inputs' device, and plain PyTorch's results at the input's dtype, against which
     assert_accurate compares the variant `ours`. Called once, and never in a child process that measures memory. flops, bytes:
     minimum work of the job by formula, with each input read once and each result written once. result_bytes: size of the results
-    that every variant must allocate (dX and dW); peak memory is reported without them. notes: remarks about the table."""
+    that every variant must allocate (dX and dW); peak memory is reported without them. notes: remarks about the table.
+    """
 
     candidates: Sequence[Variant | Missing]
     judge: Callable[[], Judgement]

@@ -12,7 +12,8 @@ Jaccard similarity to the original, by the stage's shingles, reaches the thresho
     memory      peak of that process
 
 The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, scaled to this number of rows,
-divided by the seconds."""
+divided by the seconds.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def measure(num_rows: int, folder: Path) -> dict[str, Any]:
     """Measure the command on this many rows.
 
     dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind, with their mean
-    similarity, how many are above and below the threshold, and how many of each were dropped."""
+    similarity, how many are above and below the threshold, and how many of each were dropped.
+    """
     planted = write_prompts(folder / "prompts.jsonl", num_rows)
     command = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

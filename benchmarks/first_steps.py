@@ -3,7 +3,8 @@
     python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 
 A random model earns no reward, and without a spread of rewards no token has an advantage. An entropy bonus gives each token a
-gradient, so that a whole step is played, trained, published and compared."""
+gradient, so that a whole step is played, trained, published and compared.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ numpy and the C compiler that Triton calls, but no network and no installation; 
 suite_wheels.txt). The team of examples/real_team is trained if its model is given by --model DIR or as a wheel in --wheels. Parts
 that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU); a failure is
 recorded, and the other parts continue. After each part, --out has report.md and results.tar.gz with everything. --device cpu
---quick does the same with tiny sizes on a CPU."""
+--quick does the same with tiny sizes on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan
 class Part:
     """One process of the suite.
 
-    modules: must be importable; otherwise the part is skipped and they are named. problem: another reason why it cannot run."""
+    modules: must be importable; otherwise the part is skipped and they are named. problem: another reason why it cannot run.
+    """
 
     name: str
     command: list[str]
@@ -84,7 +86,8 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     """Return all parts, the most important first, because time may run out. folder: for results. work: for other files.
 
     model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model is
-    random."""
+    random.
+    """
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
 

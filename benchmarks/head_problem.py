@@ -50,7 +50,8 @@ class HeadInputs:
     """Inputs: hidden [T, H] and weight [V, H] are leaves at the shape's dtype; the others as in linear_policy_loss.
 
     Logits are about N(0, 2), so the entropy is well below log V, as in a trained model. If mask_share is below 1, the first half
-    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage."""
+    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -110,7 +111,8 @@ def through_logprobs(
 ) -> Results:
     """Compute value (the scalar), logprobs, entropy, dX and dW with a function that returns log-probs.
 
-    kept: rows passed to the function, all of the mask; results of other rows are 0."""
+    kept: rows passed to the function, all of the mask; results of other rows are 0.
+    """
     rows: Rows = slice(None) if kept is None else kept
     hidden = inputs.hidden if kept is None else inputs.hidden[kept]
     logprobs, entropy = call(hidden, inputs.weight, inputs.targets[rows])
@@ -167,7 +169,8 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
     The floor allocates its results, as each variant must allocate dX and dW. The second variant reuses all its buffers, which no
     real variant can. CPU: float32 products. bfloat16 input is converted beforehand and not timed, because torch has no CPU
     product of bfloat16 that returns float32, and float32 statistics are required. dX and dW are bfloat16, so they use bfloat16
-    products if the CPU has instructions for them."""
+    products if the CPU has instructions for them.
+    """
     is_cuda = inputs.hidden.is_cuda
     trained = round(shape.tokens * shape.mask_share)
     active = round(shape.tokens * shape.active_share)

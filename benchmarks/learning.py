@@ -8,7 +8,8 @@
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. The table says for every
 seed whether the reward rose (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and
 after RL. There are two rewards: the Solver's, whose inputs do not change, and the mean over all samples, whose mix changes (the
-first steps have no Correctors, and the last ones leave them only the remaining errors)."""
+first steps have no Correctors, and the last ones leave them only the remaining errors).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str,
 def rise(rewards: list[float]) -> float:
     """Return (mean of the last quarter of the steps - mean of the first) / its standard error, with steps treated as independent.
 
-    rewards: mean reward of each step that had one."""
+    rewards: mean reward of each step that had one.
+    """
     quarter = max(2, len(rewards) // 4)
     first, last = rewards[:quarter], rewards[-quarter:]
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / quarter)

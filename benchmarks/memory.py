@@ -1,7 +1,8 @@
 """Peak memory of one call beyond what was allocated before it.
 
 On a GPU torch's allocator counts. On the CPU each variant runs in a separate process and the kernel's VmHWM counts, which is
-reset after the inputs and a first call (/proc/self/clear_refs)."""
+reset after the inputs and a first call (/proc/self/clear_refs).
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ parallelism, otherwise of a Qwen3's attention and MLP:
     logprobs   largest |difference|, nats                                                          at most 2e-5
     norm       |difference| of the gradient's norm over it                                         at most 1e-5
 
- Ends with the number of lines that FAIL; the exit code is 1 if there are any."""
+ Ends with the number of lines that FAIL; the exit code is 1 if there are any.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def with_exact_attention() -> None:
     """Disable torch's fused attention on a CPU.
 
     Its exp is off by up to 20 ulp, differently at each position in a block, which would dominate the differences (up to 1.2e-6 of
-    a gradient)."""
+    a gradient).
+    """
     torch.backends.cuda.enable_flash_sdp(False)
 
 

@@ -60,7 +60,8 @@ def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of
 def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """Split PEFT's gradients into pairs per expert; PEFT has rows e r + i of A and columns i E + e of B.
 
-    In PEFT gate and up are one matrix of twice the rank, with a block of B for each."""
+    In PEFT gate and up are one matrix of twice the rank, with a block of B for each.
+    """
     prefix, letter, num = name.split(".experts.")[0] + ".experts", name[-len("A.weight")], config.num_experts
     by_rank = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)
     parts = {"down_proj": by_rank}

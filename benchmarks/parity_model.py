@@ -8,7 +8,8 @@ answers. The reference is transformers' float32 log-probs, also for bfloat16. On
     greedy            answers that equal transformers' of the same dtype to the last token; in float32 all must, except at ties,
                       where transformers' two most likely tokens are closer than TIE
 
-transformers' own bfloat16 line shows the effect of rounding alone; other bfloat16 lines may be twice as far off."""
+transformers' own bfloat16 line shows the effect of rounding alone; other bfloat16 lines may be twice as far off.
+"""
 
 from __future__ import annotations
 

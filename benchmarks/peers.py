@@ -34,7 +34,8 @@ class LogprobPeer:
 class LossPeer:
     """Peer that computes a loss. prepared(inputs) computes constants once and returns a differentiable function.
 
-    is_ours: the clipped loss over the mask, with the given clip range; otherwise another loss, listed for orientation."""
+    is_ours: the clipped loss over the mask, with the given clip range; otherwise another loss, listed for orientation.
+    """
 
     name: str
     prepared: Callable[[HeadInputs, float], Callable[[], Tensor]]

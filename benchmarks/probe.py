@@ -8,7 +8,8 @@ Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrice
 0.2. One engine is started per shape and dtype, and other weights reach it as an update does. The last column names the check that
 detects a mutation: the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one),
 `settings` if the engine's reported settings differ, `checksums` if the weights' do, and `engine` if vLLM counts cached prefixes
-right after an update."""
+right after an update.
+"""
 
 from __future__ import annotations
 

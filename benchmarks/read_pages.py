@@ -8,7 +8,8 @@ questions are asked with snippets alone and with `tools.search.read_pages`, thro
 
 Both systems are scripts that use only their input. System 1 writes down the fact that the call's purpose names, if its bin has
 it. System 2 follows the question from fact to fact, and gives up at a missing one. So `right` is the share of questions that the
-retrieved texts can answer, and says nothing about a model. A token is a byte."""
+retrieved texts can answer, and says nothing about a model. A token is a byte.
+"""
 
 from __future__ import annotations
 

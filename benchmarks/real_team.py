@@ -5,7 +5,8 @@
     python benchmarks/real_team.py --folder DIR --tiny [...]    # a random model and a step, for a CPU
 
 Settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine reuses the first one's
-supervised start. The wheel's model is quantised (docs/real_model.md); say so next to its numbers."""
+supervised start. The wheel's model is quantised (docs/real_model.md); say so next to its numbers.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def surroundings(device: str) -> dict[str, Any]:
 
     clocks: current clocks, from the driver or the kernel. load: the machine's load average over 1 minute. instructions: the
     instruction set that PyTorch's CPU kernels use, and those for bfloat16 products if available. memory_bytes: GPU memory
-    bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown."""
+    bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown.
+    """
     is_cuda = device == "cuda"
     versions = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     return {

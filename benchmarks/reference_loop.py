@@ -2,7 +2,8 @@
 
 It is a careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a
 step), divided by the number of sampled tokens of the whole batch, and gradient norm clipped to 1. With one adapter per agent,
-PEFT trains them in turn on the same base, because only one can be active in training."""
+PEFT trains them in turn on the same base, because only one can be active in training.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class ReferenceOptions:
     """Options of the reference loop.
 
     micro_batch: number of rows, padded to their longest. is_sorted: sort rows by length first, and drop sequences with advantage
-    0 (the two cheap optimisations). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off."""
+    0 (the two cheap optimisations). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off.
+    """
 
     micro_batch: int = 8
     is_sorted: bool = False

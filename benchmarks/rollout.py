@@ -9,7 +9,8 @@
 Ours is one stage of the scheduler: it renders prompts, sends requests to an actor of vLLM or of our own engine, gets log-probs,
 and decodes, parses and judges the texts. With --model a single Solver answers sums in words. `bare` is vllm.LLM.generate with as
 many threads, without log-probs or seeds; it gets every completion's length in advance (max_tokens = ours, ignore_eos). Each runs
-in its own process, and they alternate; `ratio:` is the median of the turns' ratios."""
+in its own process, and they alternate; `ratio:` is the median of the turns' ratios.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
     """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each requested seed.
 
     A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens. work: the finished
-    completions."""
+    completions.
+    """
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
 

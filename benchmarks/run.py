@@ -74,7 +74,8 @@ class Table:
     """A case at one shape. skipped: {variant: reason}. failure: why nothing was measured.
 
     kernels: with --profile, (milliseconds and launches per call of ours, name): first for all together, then by decreasing
-    time."""
+    time.
+    """
 
     case: str
     shape: Shape
@@ -237,7 +238,8 @@ def headline(tables: list[Table]) -> float | None:
 def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
     """Return the shapes to measure, the headline's first. texts: values of --shape, all of which must occur in a title.
 
-    If the headline is one of the case's shapes, only it is measured, unless has_all or texts request others."""
+    If the headline is one of the case's shapes, only it is measured, unless has_all or texts request others.
+    """
     leading = [shape for shape in shapes if (case.name, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE]
     if leading and not has_all and not texts:
         return leading

@@ -107,7 +107,8 @@ def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: 
 
     6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
 
-    With an adapter, frozen weights count 4 instead of 6, plus 6 T P_adapter,active."""
+    With an adapter, frozen weights count 4 instead of 6, plus 6 T P_adapter,active.
+    """
     factor, pairs = 6, 0.0
     if adapter is not None:
         factor = 4

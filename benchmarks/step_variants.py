@@ -5,7 +5,8 @@ head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatr
 DMMPT is compared only with the reference.
 
 With one adapter per agent, ours puts the samples of all agents into the same micro-batches. The reference is PEFT's loop, and
-WHOLE is our step that trains all weights."""
+WHOLE is our step that trains all weights.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Fast tensor operations for multi-agent RL. Depends on torch alone, not on the rest of marsrl.
+"""Fast tensor operations for multi-agent RL. Depends only on torch, not on the rest of marsrl.
 
-The import only registers some of them with torch, as torch.ops.marsrl.*.
+Importing it only registers some of them with torch, as torch.ops.marsrl.*.
 """
 
 from marsrl.kernels.attention_decode import attention_decode

@@ -83,7 +83,7 @@ class Gradient:
 
     num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
     num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward reads them too.
-    num_unread: number of leading tensors whose shape and dtype alone the backward reads; no memory is kept for them.
+    num_unread: number of leading tensors of which the backward reads only shape and dtype, so their memory is not kept.
     """
 
     op: str

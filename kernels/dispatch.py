@@ -69,7 +69,7 @@ def late_object(module: str, name: str) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Op:
-    """Public operation with its implementations, the preferred one first."""
+    """Public operation with its implementations, in order of preference."""
 
     name: str
     implementations: tuple[Implementation, ...]

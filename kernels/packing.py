@@ -19,11 +19,11 @@ from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens, kept_first,
 
 @dataclass(frozen=True)
 class Packed:
-    """Inputs and targets of T positions, all [T].
+    """Inputs and targets of T positions. All fields are [T].
 
-    token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 where
-    there is none. mask bool: that token was sampled. logprobs, weights float32: of that token, 0 where the mask is off;
-    None if not given.
+    token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 if there is
+    none. mask bool: the next token was sampled. logprobs, weights float32: of the next token, 0 where the mask is off; None if
+    not given.
     """
 
     token_ids: Tensor

@@ -5,8 +5,8 @@
       the node of differentiable.py       op.choose, when the compiled code runs
         Kernels.forward, .backward          Kernels.forward, .backward
 
-Calling such an op takes 17 us of Python more than calling the node (rms_norm, forward), so eager callers bypass it.
-Registering the ops is the one effect that importing marsrl.kernels has: torch.compile has to find them before the first call.
+Calling such an op takes 17 us of Python more than calling the node (rms_norm, forward), so eager callers bypass it. Importing
+marsrl.kernels only registers the ops: torch.compile must find them before the first call.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Conditions for Triton kernels: a CUDA device, or the CPU if TRITON_INTERPRET=1 was set before the start.
 
-No Triton is imported here: an op imports its kernels when it first runs them.
+Does not import Triton: an op imports its kernels when it first runs them.
 """
 
 import os

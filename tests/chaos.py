@@ -20,7 +20,8 @@ With --external a program plays the runs (integration/mischief.py). Its workers 
     sessions     none that was over is played again, none is trained twice, none fails
 
 Prints a line per fault and a summary. The exit status is 1 if anything was lost. As root, each run gets a small disk (tmpfs) that
-can be filled; otherwise that kind of fault is left out."""
+can be filled; otherwise that kind of fault is left out.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """moe_permute and moe_unpermute: tokens to rows sorted by expert and back as sums, forward and backward.
 
 The time includes reading the router's map. The router's weights are permuted too, but their gradient is left out: it is small
-compared with the tokens'."""
+compared with the tokens'.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so an interrupted command can be
 resumed. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To
 repeat a study, delete its files. --run needs a clean tree and an otherwise idle machine, because it records times. Runs and warm
-starts stay in runs/evidence, by state of the training code: foreign Solvers are evaluated with the team of `whole`."""
+starts stay in runs/evidence, by state of the training code: foreign Solvers are evaluated with the team of `whole`.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Job:
 def every_job(only: Sequence[str]) -> list[Job]:
     """Return all jobs, ordered by seed first, so that an interrupted table has complete seeds.
 
-    An evaluation comes after the training that it needs."""
+    An evaluation comes after the training that it needs.
+    """
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():

@@ -1,7 +1,8 @@
 """Tables of docs/evidence.md, made from results. evidence.py puts them into the page, whose text is written by hand.
 
 Two arms differ if Student's 95% interval of their mean difference over seeds excludes 0 (arms share a seed's warm start, problems
-and random draws). The text under a table describes exactly that table, and is removed when its numbers change."""
+and random draws). The text under a table describes exactly that table, and is removed when its numbers change.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ Each player antes 1 and gets one of the cards 1, 2, 3. A move is a digit: 1 bets
 players share one policy. It starts as a small random model that has imitated both moves equally often, at every decision point.
 Exploitability is what a best response wins from the policy, averaged over both seats: .4583 for uniform moves, 0 in an
 equilibrium. An arm's checkpoints are scored with transformers; the report has their last quarter, and the average policy of all
-checkpoints."""
+checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ The project's player runs with simulated engines on a virtual clock (simulation/
     --scale N         1/N of the engines and problems: less time, and more noise
     --picture         idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
 
-`ratio:` is the time per trained sample of trajectory with 1 segment, divided by that of agentic with 4."""
+`ratio:` is the time per trained sample of trajectory with 1 segment, divided by that of agentic with 4.
+"""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ class RankZero:
     """CPU seconds of rank 0 by part, over PLAYED steps that request `played` samples, and over the last one's trained `samples`.
 
     tokens: number of tokens in the samples' arrays, each of which stands for `grain` real ones. bytes: size of messages and
-    files, by contents."""
+    files, by contents.
+    """
 
     gpus: int
     grain: int

@@ -25,7 +25,7 @@ class PaddedSegments:
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
-@torch.inference_mode(False)  # a learner may save for its backward what an engine computed first
+@torch.inference_mode(False)  # a learner may save what an engine computed first
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     """Group segments by length so that at most half of the positions are padding: log2(longest / shortest) calls."""
     segments = sorted(
@@ -57,7 +57,7 @@ def attention_varlen_cpu(
 ) -> Tensor:
     """Return [T, N, D] as the reference defines it."""
     if q.shape[0] == 0:
-        return q + 0 * (k.sum() + v.sum())  # an empty batch still gives all three a gradient of 0
+        return q + 0 * (k.sum() + v.sum())  # so that an empty batch gives all three a gradient of 0
     bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is not cu_seqlens:
         bounds_k = cu_seqlens_k.tolist()

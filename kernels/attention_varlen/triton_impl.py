@@ -49,7 +49,7 @@ def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
 
 
 class TritonAttention:
-    """Kernels of attention_varlen; the results are the output and the log-sum-exp [N, T] of each query."""
+    """Kernels of attention_varlen. Results: the output, and the log-sum-exp [N, T] of each query."""
 
     def forward(
         self,

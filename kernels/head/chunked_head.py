@@ -33,9 +33,9 @@ from marsrl.kernels.triton_machine import num_multiprocessors
 # rows. At V = 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save nothing.
 # At V = 151936, 70 MiB is less than a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients: 1.75 GB in all.
-# Gradients get more rows because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
-# some 1000 rows). 4224 rows give dX whole waves of tiles (whole_waves). Not measured yet.
+# At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients, 1.75 GB in total. There
+# are more rows of gradients because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of about
+# 1000 rows). With 4224 rows, dX has only full waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
 # Large chunks on a device are multiples of GEMM tiles; no grid axis is above 65535.
@@ -104,7 +104,7 @@ class Chunks:
             self._kernels.statistics(product, chunk, self._head, out)
 
     def add_gradients(self, product: Any, chunk: Rows, slopes: Slopes) -> None:
-        """Turn the rows that have a coefficient into gradients."""
+        """Replace the rows that have a coefficient by their gradients."""
         if self._gradients.wanted.any:
             dz, tokens = self.waiting.room(chunk.count)
             self.waiting.add(self._kernels.gradients(product, chunk, self._head, slopes, dz, tokens))

@@ -54,8 +54,8 @@ class HeadGemms:
             raise RuntimeError(
                 f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
             )
-        # True if hidden_and_weight_gradient needs room for dz in bfloat16. If V is no multiple of 32, torch 2.13's product on
-        # AMX reads past the end of a row of dz: a NaN in one row would reach dX of the row before it.
+        # True if hidden_and_weight_gradient needs room for dz in bfloat16. If V is not a multiple of 32, torch 2.13's AMX product
+        # reads past the end of a row of dz, so a NaN in one row would reach dX of the previous row.
         on_host = self._is_narrow and not weight.is_cuda
         self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
         self._converted: slice | None = None  # the piece of the weight that is in _tile
@@ -146,9 +146,9 @@ class HeadGemms:
     ) -> None:
         """Compute grad_hidden [n, H] = dz [n, V] @ weight, grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
-        Works in pieces of the vocabulary, each converted to float32 once; dz_of returns a piece's columns in float32, valid
-        until its next call. adds: accumulate into grad_weight, which is then float32; otherwise grad_weight may have any dtype
-        and is rounded once, from float32.
+        Works in pieces of the vocabulary, each converted to float32 once. dz_of returns a piece's columns in float32, valid until
+        its next call. adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype,
+        and is rounded once from float32.
 
         grad_hidden is float32 without room. With room [n, V] bfloat16, all pieces are collected there first, and grad_hidden
         and a bfloat16 grad_weight are single products; grad_hidden is then bfloat16.

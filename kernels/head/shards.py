@@ -42,7 +42,7 @@ def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: St
 
 
 class ShardStatistics:
-    """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
+    """Statistics of a chunk while the ranks exchange their shards' parts, four numbers per row.
 
     flight = ShardStatistics(own, head, rows, is_host)   # starts the all-gather
     ...                                                  # the logits of the next chunk

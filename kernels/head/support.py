@@ -35,7 +35,7 @@ class Support:
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
         """Set logits [R, columns] of a part of the vocabulary to -inf outside of each row's support, in place.
 
-        first_column, num_columns: the part's offset and its number of real columns. Each row gets `most` places, so that the
+        first_column, num_columns: the part's offset, and its number of real columns. Each row gets `most` slots, so that the
         number of ids is not read from the device.
         """
         if rows.count == 0 or num_columns == 0:
@@ -47,7 +47,7 @@ class Support:
         columns.masked_fill_(is_out, 0)
         kept_logits = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
         logits.masked_fill_(counts[:, None] > 0, -torch.inf)
-        # Unused places write -inf to column 0, which amax ignores.
+        # Unused slots write -inf to column 0, which amax ignores.
         logits.scatter_reduce_(1, columns, kept_logits, "amax")
 
 

@@ -32,8 +32,8 @@ from marsrl.kernels.head.vocabulary import Head
 if TYPE_CHECKING:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
-# Memory for exponentials holds 256 rows up to V = 151936. That takes 74 MiB and, with a tile, less than a quarter of what
-# plain PyTorch holds. One product then forms dW.
+# The buffer for exponentials holds 256 rows up to V = 151936, so that one product forms dW. It takes 74 MiB; with a tile, that is
+# less than a quarter of what plain PyTorch holds.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
 # Number of rows per tile when gradients are formed from recomputed logits, without exponentials.
 ROWS_AGAIN = 512

@@ -44,9 +44,9 @@ def linear_policy_loss(
 
         dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
 
-    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only their
-    logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, need whole sequences first, so
-    their logits are computed twice.
+    Logits are computed one chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only their
+    logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, need whole sequences first, so their
+    logits are computed twice.
 
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not

@@ -90,7 +90,7 @@ def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
     Sums are float32, in the order of the token's experts, rounded once: the same bits in every run. The backward keeps only the
     order.
 
-    Rows must already be multiplied by the router's weights: swiglu does that between an expert's two layers, where rows are
+    Rows must already be multiplied by the router's weights. swiglu does that between an expert's two layers, where rows are
     narrower.
 
     Args:

@@ -27,7 +27,7 @@ class TokenMarks:
 def token_marks(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> TokenMarks:
     """Compute the clip and masks that the loss applies to each token, from logprobs and entropy [T].
 
-    Elementwise and without gradient; nothing has the size of the vocabulary. Exactly at a bound of the clip a row kernel may
+    Elementwise and without gradient; no tensor has the size of the vocabulary. Exactly at a bound of the clip, a row kernel may
     round to the other side.
 
     Raises:

@@ -25,9 +25,9 @@ def rms_norm(
     If given, a rotation follows, as for queries and keys: columns i and N/2 + i, a pair in Qwen and Llama, turn by angle i of
     the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
 
-    The arithmetic is float32, rounded once at the end, and the backward keeps x, weight and a float32 number a row. The
-    gradient of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are
-    read in place.
+    The arithmetic is float32, rounded once at the end. The backward keeps x, weight and one float32 number per row. The gradient
+    of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are read in
+    place.
 
     On a GPU x and the gradient are read once: PyTorch's fused norm reads them once for each of its two gradients, and copies
     strided rows first. Not timed on a GPU.

@@ -16,7 +16,7 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute silu(gate) * up * weight; differentiable; Shazeer, arXiv:2002.05202, equation 6, with a router's weight.
 
-    The arithmetic is float32, rounded once at the end, and the backward keeps `products` and `weights` alone.
+    The arithmetic is float32, rounded once at the end. The backward keeps only `products` and `weights`.
 
     Args:
         products: [..., 2 F] float: each row has the gate [F], then the gated values [F].

@@ -35,7 +35,8 @@ def play(
     """Play one episode to its end, and return the messages of each ask. Answers: None: never arrives; "...": truncated; FAILED:
     an engine error.
 
-    order: receives the name of each ask."""
+    order: receives the name of each ask.
+    """
     episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
         asks, calls = entered

@@ -2,7 +2,8 @@
 
 Three hosts (box.py): two train; engines run on the third and on those that join by `ray start`; files lie on one shared disk. The
 faults strike one run in turn, which continues after each. At its end the test proves that no problem is lost or trained twice
-(tests/integration/books.py)."""
+(tests/integration/books.py).
+"""
 
 from __future__ import annotations
 

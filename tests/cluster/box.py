@@ -12,7 +12,8 @@ Everything else that a host sees is this machine's, read-only, including the che
 
 Nothing outlives the process that created the box, and no cleanup is needed: the kernel kills the holders with it
 (PR_SET_PDEATHSIG), a host's processes with the host's first process, and interfaces and mounts with the last process of their
-namespace. Process names are not used. Needs Linux, root, iproute2 and util-linux."""
+namespace. Process names are not used. Needs Linux, root, iproute2 and util-linux.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ cd {root}
 class Box:
     """Hosts on one switch. Leaving the block, or any other end of this process, ends them all.
 
-    shared_mib: size of the shared disk, which is in memory."""
+    shared_mib: size of the shared disk, which is in memory.
+    """
 
     def __init__(self, num_hosts: int, *, shared_mib: int = 1024) -> None:
         """Raises RuntimeError if this machine allows no namespaces, FileNotFoundError if the tools are missing."""

@@ -1,6 +1,7 @@
 """Two trainer hosts and an engine host in a box train what one host trains; then rank 0's host loses power.
 
-Further cluster tests: `make cluster` (all_cases.py)."""
+Further cluster tests: `make cluster` (all_cases.py).
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,8 @@ def boxing_model(folder: Path, answers: str = "78") -> Path:
     r"""Write a random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8} at random, or with another digit of `answers`.
 
     It is fast because completions are short: the head encodes which byte follows which, and the embedding is large, so that the
-    random layers do not drown it."""
+    random layers do not drown it.
+    """
     init_model("tiny", "bytes", folder)
     weights = load_file(folder / "model.safetensors")
     encode = lambda text: ChatRenderer(folder).encode_trusted(text).tolist()  # noqa: E731

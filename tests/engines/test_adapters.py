@@ -77,7 +77,8 @@ def assert_replaced_beside_others(
     """Check that the adapter's requests continue under its new version without keys of the old one, and that other requests are
     undisturbed.
 
-    Returns the number of tokens that other requests decoded while the adapter was loaded and scored."""
+    Returns the number of tokens that other requests decoded while the adapter was loaded and scored.
+    """
     undisturbed = generate(pool, others, version=0)
     pool.submit(own, version=0)
     pool.submit(others, version=0)

@@ -171,7 +171,8 @@ def publish(engine, tensors, judge, directory, version, precision=None, scored=N
 def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directory, judge):
     """Changes one group at a time, with the old weights of all others, and compares decoding and scoring of given tokens.
 
-    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep in our sampler."""
+    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep in our sampler.
+    """
     old, probe = tensors_of(directory), [prompt(97, seed=5)]
     before = judge(directory, None, probe)[0]
     for version, part in enumerate(GROUPS[kind].split(), start=1):

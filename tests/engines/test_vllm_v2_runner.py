@@ -4,7 +4,8 @@ process.
 vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That changes the process for
 good, so it has its own: `python test_vllm_v2_runner.py MODEL CHANGED CYCLE OUT`. CHANGED: a directory of new weights. CYCLE: a
 model whose tokens mostly come in one order, which an engine with draft tokens can guess. OUT: a pickle of what was decoded, by
-test name."""
+test name.
+"""
 
 from __future__ import annotations
 

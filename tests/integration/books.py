@@ -30,7 +30,8 @@ def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozense
 
     damaged: checkpoints, or `latest`, that need not be intact.
 
-    Raises Loss if something is missing or duplicated."""
+    Raises Loss if something is missing or duplicated.
+    """
     if not run.path.exists():
         return
     rows = [row.step for row in read_metrics(run.metrics)] if run.metrics.exists() else []
@@ -57,7 +58,8 @@ def read_books(checkpoint: Path) -> RolloutState:
 class SessionsBook:
     """Sessions of an external program, as mischief.py notes them at `path`, and those that the run has trained.
 
-    num_played: number of starts of each session that was over when the run stopped."""
+    num_played: number of starts of each session that was over when the run stopped.
+    """
 
     path: Path
     num_played: dict[str, int] = field(default_factory=dict)
@@ -68,7 +70,8 @@ class SessionsBook:
     def check(self, run: RunDirectory) -> None:
         """Check that no finished session is played again, and none is trained twice, whatever the names of its samples.
 
-        Raises Loss otherwise."""
+        Raises Loss otherwise.
+        """
         latest = run.latest_checkpoint() if run.path.exists() else None
         begun = Counter(line.split()[0] for line in self.lines() if line.endswith("begins"))
         if again := [name for name, number in self.num_played.items() if begun[name] != number]:

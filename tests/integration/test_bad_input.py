@@ -41,7 +41,8 @@ Refusal = Callable[..., str]
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
     """Return the single message of a refused run, in this process, because starting Python for each would take minutes.
 
-    If it begins with a key, a line says where to read more."""
+    If it begins with a key, a line says where to read more.
+    """
 
     more = re.compile(r"\(more: docs/\w+\.md, marsrl config --explain [\w.<>]+\)")
 

@@ -2,7 +2,8 @@
 and during a stage; later Ray's head is killed (about 50 s). One engine moves between policies (about 40 s).
 
 Weights come from the trainer's memory (sync.backend=auto with its CPU twin), so no file has them for a new engine. From files:
-tests/engines/test_pool.py. When engines move: tests/rollout/test_rebalance.py."""
+tests/engines/test_pool.py. When engines move: tests/rollout/test_rebalance.py.
+"""
 
 from __future__ import annotations
 

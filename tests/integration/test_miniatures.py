@@ -3,7 +3,8 @@ cpu_search_team.yaml and cpu_dual_system.yaml. Whether the reward rises is measu
 preset=cpu_solver_verifier` (and the others). Counting of tools and credit of outcomes: test_scripted_team.py, with scripted
 agents.
 
-The result of such a short warm start depends on a processor's last bits, so these tests check nothing that a model says."""
+The result of such a short warm start depends on a processor's last bits, so these tests check nothing that a model says.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Non-finite numbers: in a row of logits, and in each input of the policy objective at each place.
 
-Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton)."""
+Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
+"""
 
 import itertools
 from dataclasses import dataclass

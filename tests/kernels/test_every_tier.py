@@ -1,6 +1,7 @@
 """Every op on each CPU implementation: layouts, defaults of the process, non-finite numbers, refusals.
 
-interpreter/test_every_op.py runs most of these tests for Triton's implementations."""
+interpreter/test_every_op.py runs most of these tests for Triton's implementations.
+"""
 
 from dataclasses import replace
 

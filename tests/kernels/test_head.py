@@ -1,6 +1,7 @@
 """The fused heads in csrc/cpu; also in interpreter/test_head_interpreted.py and test_head_on_gpu.py.
 
-csrc/cpu computes dz of float32 models in place of the logits, and bfloat16 models tile by tile."""
+csrc/cpu computes dz of float32 models in place of the logits, and bfloat16 models tile by tile.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Gradient and value of the KL term against exact expectations: a softmax over 8 actions, each action its own token.
 
-A token's weight is its policy's probability of the action, so that sums over tokens are expectations."""
+A token's weight is its policy's probability of the action, so that sums over tokens are expectations.
+"""
 
 import re
 from pathlib import Path

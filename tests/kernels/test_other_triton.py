@@ -1,6 +1,7 @@
 """Triton kernels with the Triton of the CUDA set: every op interpreted once, and the head's compiled for an H100.
 
-`make test-triton` runs all tests, and compiles all kernels for both GPUs. `make test-all` downloads that Triton to build/."""
+`make test-triton` runs all tests, and compiles all kernels for both GPUs. `make test-all` downloads that Triton to build/.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The fused head with its vocabulary sharded over gloo processes, against one with all of it; also in interpreter/.
 
 Also the processes' script: `python test_vocab_parallel.py WORLD FOLDER` forks this many ranks after it has imported what they
-need."""
+need.
+"""
 
 import os
 import subprocess

@@ -2,7 +2,8 @@
 
 The ranks publish the same weights through files, then directly in both ways, under every layout, and rank 0 records what the
 engines then hold. Engines are reset between two publishes. One engine's last publish is corrupted. Finally, weights of another
-directory are sent as changes only."""
+directory are sent as changes only.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 each.
 
 Then every checkpoint is resumed under the layouts named for it. Two adapters on one base also train together, are saved and
-resumed. See test_layouts."""
+resumed. See test_layouts.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
     """Return loss and gradient norm of one more step, and of the step after it, which depends on the optimizer's state.
 
-    checkpoint: of a learner that was saved after its second step under this or another layout; loaded first."""
+    checkpoint: of a learner that was saved after its second step under this or another layout; loaded first.
+    """
     if checkpoint:
         policy.load(checkpoint)
     found = []
@@ -138,7 +140,8 @@ def updates(
     ranks.
 
     Also each rank's error for a batch that cannot be packed. Two ranks of one replica, or one of each: the last update has one
-    sample, so one data rank's share is empty."""
+    sample, so one data rank's share is empty.
+    """
     policy = tiny.learner(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),

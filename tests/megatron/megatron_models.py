@@ -93,7 +93,8 @@ def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 
 def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
     """Return random samples with an advantage, some tool tokens, a rollout's log-probs, and every third one positive.
 
-    multiple: every length is a multiple of it, so that no rank pads (replayed experts of padding are counted)."""
+    multiple: every length is a multiple of it, so that no rank pads (replayed experts of padding are counted).
+    """
     rng = np.random.default_rng(seed)
     out = []
     for i in range(num):

@@ -1,6 +1,7 @@
 """Checkpoints with real weights: loaded completely or refused by the damaged file's name; a full disk leaves the last one intact.
 
-Which checkpoint is resumed, kept or removed: tests/trainer/test_checkpoint.py."""
+Which checkpoint is resumed, kept or removed: tests/trainer/test_checkpoint.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Offloading to host memory changes no result: the optimizer's state (offload), inputs of layers (full_offload).
 
-This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer behave as if it had one."""
+This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer behave as if it had one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ GRAD_CLIP = 0.01
 class TwoMemories(TorchFunctionMode):
     """Inside the block, Megatron's offloading code sees every tensor on a GPU, except copies made by .cpu() and copies of those.
 
-    A host tensor has the attribute `in_host_memory`. Nothing moves; only that code gets another answer from is_cuda."""
+    A host tensor has the attribute `in_host_memory`. Nothing moves; only that code gets another answer from is_cuda.
+    """
 
     COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)
 

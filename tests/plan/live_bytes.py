@@ -18,7 +18,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts every storage that an operation creates until it is freed; `peak` is the maximum alive at once.
 
     Tensors that existed before are not counted; add their bytes yourself. Collectives run on uncounted copies: gloo's thread
-    releases a collective's tensors some time after the waiting thread continues, so that the peak would depend on scheduling."""
+    releases a collective's tensors some time after the waiting thread continues, so that the peak would depend on scheduling.
+    """
 
     def __init__(self) -> None:
         super().__init__()

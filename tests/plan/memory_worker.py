@@ -126,7 +126,8 @@ def compare(
     """Return {static, peak, working: [measured, planned]} of the rank with the most, in bytes. reference: of a KL term. adapter:
     trained in place of the model.
 
-    With router_replay every token has a record, but none names experts, so the routing is the same."""
+    With router_replay every token has a record, but none names experts, so the routing is the same.
+    """
     on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()

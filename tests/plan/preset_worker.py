@@ -1,7 +1,8 @@
 """Check every file of configs/ as far as possible without a GPU: `python preset_worker.py FOLDER`, JSON to stdout.
 
 The process pretends to PyTorch and vLLM that there are eight H100s, for good, so it is a process of its own. It starts nothing
-and reads no weights. It calls real code: our preflight, and vLLM's EngineArgs.create_engine_config()."""
+and reads no weights. It calls real code: our preflight, and vLLM's EngineArgs.create_engine_config().
+"""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
 def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     """Return vLLM's configuration of an engine, with our VllmEngine's arguments and environment.
 
-    adapters: those served, by name; "five": this many, of all possible matrices; None: none."""
+    adapters: those served, by name; "five": this many, of all possible matrices; None: none.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 

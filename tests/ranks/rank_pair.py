@@ -3,7 +3,8 @@
     value = two_ranks.run(Path("layouts_worker.py"), {"out": ..., ...})  # job(**arguments) of that file, on both ranks
 
 Each test file defines its job and its assertions. Both processes of a job are forked from one with the imports, and end with
-it."""
+it.
+"""
 
 from __future__ import annotations
 

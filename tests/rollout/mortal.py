@@ -27,7 +27,8 @@ class MortalReplicas(LocalReplicas):
 
     deadly(request): the engine that gets this request dies once it has decoded something. dead, hung: may be set at any time; a
     restart repairs the replica. Time passes while one hangs. seconds: engine time of each result. places: for new replicas, may
-    be shared; None: always one."""
+    be shared; None: always one.
+    """
 
     can_restart = True
 

@@ -1,6 +1,7 @@
 """What the local engine records of its draws, kept tokens and experts reaches the learner, also over segments.
 
-With top_p or top_k, trained agents have the rollout's log-probs; router replay R3 forces the recorded experts."""
+With top_p or top_k, trained agents have the rollout's log-probs; router replay R3 forces the recorded experts.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 r"""Equality of mathematical answers, by kind. answer_pairs.tsv has pairs of reference and answer, and whether they are equal.
 
-Users of other graders reported many of them: huggingface/Math-Verify#10, #14, #25, #26, #37, #41, #60, #64, #71 and #82."""
+Users of other graders reported many of them: huggingface/Math-Verify#10, #14, #25, #26, #37, #41, #60, #64, #71 and #82.
+"""
 
 from __future__ import annotations
 

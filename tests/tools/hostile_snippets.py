@@ -3,7 +3,8 @@
 
 `attempt(call, ...)` is defined before every snippet: it prints `refused NAME` for an error, and DONE if the call was allowed.
 PORT, ABSTRACT, FOLDER, PID and NR_<name> stand for a server on the host's loopback, an abstract unix socket, a world-writable
-folder, the process that runs the tests, and the number of a system call."""
+folder, the process that runs the tests, and the number of a system call.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Tools that query a server, and our retrieval server: replies are not trusted, and a key is only in the request.
 
-Retries, refusals, redirects and silence are tested for http_line.HttpLine (tests/engines/test_openai_engine.py)."""
+Retries, refusals, redirects and silence are tested for http_line.HttpLine (tests/engines/test_openai_engine.py).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Checkpoints of a learner whose weights are a file with a word: complete or absent, kept or removed; the list of their files;
 and how a failed run says to continue.
 
-tests/megatron/test_checkpoint.py tests real weights, damage, pointers and full disks."""
+tests/megatron/test_checkpoint.py tests real weights, damage, pointers and full disks.
+"""
 
 from __future__ import annotations
 

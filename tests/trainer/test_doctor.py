@@ -182,7 +182,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     """Make this machine look like one with that driver and that PyTorch.
 
     driver: version from nvidia-smi. module: version from the kernel, which containers without its GPUs see too. build:
-    torch.version.cuda, and whether PyTorch sees a GPU."""
+    torch.version.cuda, and whether PyTorch sees a GPU.
+    """
 
     def make(driver: str | None, module: str | None = None, build: str | None = None) -> None:
         os.environ["PATH"] = str(tmp_path / "bin")

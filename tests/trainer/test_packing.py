@@ -140,7 +140,8 @@ def work(lengths: list[int]) -> float:
 def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int) -> None:
     """Giving the heaviest micro-batch to the least loaded rank leaves a difference of at most one micro-batch's work.
 
-    Equal tokens are not equal work: of two long sequences and many short ones each rank gets a long one."""
+    Equal tokens are not equal work: of two long sequences and many short ones each rank gets a long one.
+    """
     uneven = [32768, 32768] + [1024] * 64
     of_ranks = plan_micro_batches(uneven, 2, 32768)
     assert [sum(uneven[i] == 32768 for members in rank for i in members) for rank in of_ranks] == [1, 1]

@@ -26,7 +26,8 @@ READINGS = {"step_s": "128 new problems", "steady_s": "1024 samples in all"}
 
 ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
 """128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
-papers do not say how many."""
+papers do not say how many.
+"""
 
 MISS = 0.15  # a larger relative error of a prediction is a miss
 _SIGMAS = (0.3, 2.5)

@@ -20,7 +20,8 @@ from typing import Any
 MEASURED_ITL = ((8, 9.367e-3), (16, 11.967e-3), (32, 16.395e-3), (64, 21.539e-3), (128, 28.595e-3))
 """(sequences decoded at once, median seconds between two tokens of one of them): Qwen3-30B-A3B-Thinking-2507, bf16, two
 H100s, vLLM, GPQA prompts; ML.ENERGY leaderboard v3 (public/data/tasks/gpqa.json). Its row for 96 sequences (27.71 ms) is
-left out: it lies 2.6 ms above the line between its neighbours, so a larger batch would decode faster."""
+left out: it lies 2.6 ms above the line between its neighbours, so a larger batch would decode faster.
+"""
 
 
 def _constant(default: float, unit: str, source: str) -> Any:

@@ -42,7 +42,8 @@ class EngineTimeline:
         engine.run(until_s=10.0) -> ["uid that has ended", ...]
         engine.first_token_s.pop(uid)
 
-    now_s: time up to which work is simulated. Decode steps are not split, so it may lag behind until_s by one."""
+    now_s: time up to which work is simulated. Decode steps are not split, so it may lag behind until_s by one.
+    """
 
     def __init__(self, cost: CostModel) -> None:
         self.now_s = 0.0

@@ -1,6 +1,7 @@
 """Length and outcome of a simulated completion, as functions of its uid.
 
-Every schedule therefore plays the same completions, and each length is a smooth function of sigma."""
+Every schedule therefore plays the same completions, and each length is a smooth function of sigma.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from statistics import NormalDist
 
 MEDIAN_TOKENS = 6665
 """The median of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA whose lengths the ML.ENERGY leaderboard
-publishes (two-GPU and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67)."""
+publishes (two-GPU and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67).
+"""
 
 _NORMAL = NormalDist()
 
@@ -27,7 +29,8 @@ def uniforms(seed: int, uid: str) -> tuple[float, float]:
 class Lengths:
     """Log-normal lengths: median * exp(sigma * z), the same for every agent, independent of each other.
 
-    Real groups wait less than these, because the lengths of a problem's samples are correlated."""
+    Real groups wait less than these, because the lengths of a problem's samples are correlated.
+    """
 
     sigma: float
     median: float = MEDIAN_TOKENS

@@ -36,7 +36,8 @@ class Setting:
     """Settings of a simulated run.
 
     trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. With overlap 0 both share the same GPUs,
-    otherwise they are separate. max_tokens: longest completion."""
+    otherwise they are separate. max_tokens: longest completion.
+    """
 
     engines: int = 64
     problems: int = 512

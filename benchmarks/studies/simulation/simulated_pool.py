@@ -1,7 +1,8 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
 A token in the player stands for several real ones, because the arrays would not fit into memory otherwise; the engines count real
-tokens. Only the engines are replaced; player, pool and team are the project's."""
+tokens. Only the engines are replaced; player, pool and team are the project's.
+"""
 
 from __future__ import annotations
 

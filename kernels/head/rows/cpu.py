@@ -91,10 +91,10 @@ class CpuRowKernels(RowKernels):
         slopes: Slopes,
         out: Tensor,
     ) -> None:
-        """Compute out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns].
+        """Compute out [n, columns] float32 = dz of the rows `kept` [n] int64 of exponentials [R, columns].
 
-        tokens [n]: the tokens of these rows. maxima [R] float64: the first line of their partials. dz is defined by
-        RowKernels.gradients; that of the target comes from the float32 statistics.
+        tokens [n]: the tokens of these rows. maxima [R] float64: the first row of their partials. dz is defined by
+        RowKernels.gradients; the target's dz uses the float32 statistics.
         """
         library.cpu_library().marsrl_exponential_gradients(
             *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
@@ -105,7 +105,7 @@ class CpuRowKernels(RowKernels):
 
 
 class CpuPolicyTerms:
-    """PolicyTerms in one pass over the tokens listed, sums in double."""
+    """PolicyTerms in one pass over the given tokens, with sums in float64."""
 
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)

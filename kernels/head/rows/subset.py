@@ -22,7 +22,7 @@ class LateCount:
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
-            # Pinned memory must be on the host: without a device argument torch would use the caller's default device, and fail.
+            # Name the host as the device of pinned memory: otherwise torch would use the caller's default device, and fail.
             self._value = torch.empty(1, dtype=value.dtype, pin_memory=True, device="cpu")
             self._value.copy_(value.reshape(1), non_blocking=True)
             self._event = torch.cuda.Event()
@@ -69,8 +69,8 @@ class Rows:
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
         """Yield these rows in order, in chunks of these sizes, cycled, and a remainder.
 
-        A row's result therefore does not depend on the number of rows. If the count is late, the first chunk is an upper bound
-        that is settled before the other chunks are cut.
+        A row's result therefore does not depend on the number of rows. If the count is still pending, the first chunk is an upper
+        bound, which is replaced by the true count before the other chunks are cut.
         """
         rows, begin = self, 0
         for size in cycle(sizes):

@@ -6,9 +6,9 @@
     list_active       which rows have a coefficient, and their place in the gradient buffer
     row_gradients     dz of these rows to their place: the second read of the logits, the only write
 
-The pieces of a row are cut by its length alone, so a row's result does not depend on how many rows there are, and no
-sum uses atomics: the same bits in every run. Exponents of a few numbers a row are taken in float64: they cost nothing,
-and log p and 1 - p keep their last digits.
+The pieces of a row depend only on its length, so a row's result does not depend on how many rows there are. No sum uses atomics,
+so every run gives the same bits. Exponents of a few numbers per row are taken in float64: they cost nothing, and log p and 1 - p
+keep their last digits.
 """
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from marsrl.kernels.head import objective
 
-VARYING = ("num_rows", "first")  # differ from chunk to chunk, which must not recompile a kernel
+VARYING = ("num_rows", "first")  # these differ from chunk to chunk, which must not recompile a kernel
 LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements: differences of minus infinity would be NaN
 NOTHING = tl.constexpr(-1e4)  # exponent whose exp is 0, and which stays finite when it is multiplied
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)

@@ -2,8 +2,8 @@
 
     exponentials[r, v] = e^(z - m_r)      m_r: about the target's z
 
-bfloat16 has the exponents of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
-(quack/linear_cross_entropy.py) takes an m of each row and 128 columns, and scales an operand of the other two products by it.
+bfloat16 has the exponent range of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
+(quack/linear_cross_entropy.py) uses an m for each row and 128 columns, and scales an operand of the other two products by it.
 """
 
 # mypy: ignore-errors

@@ -167,7 +167,7 @@ def _add_gradients(
     if gradients.wanted.weight:
         hidden = rows.take(gradients.hidden)
         scaled = torch.mul(hidden, v, out=torch.empty_like(hidden))
-        scaled.masked_fill_(v == 0, 0)  # clears even NaN in rows without a coefficient
+        scaled.masked_fill_(v == 0, 0)  # also removes NaN in rows without a coefficient
         gradients.grad_weight = gradients.gemms.add_weight_gradient(gradients.grad_weight, of_rows, scaled)
 
 

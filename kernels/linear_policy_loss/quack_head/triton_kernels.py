@@ -33,11 +33,11 @@ def row_offsets(
     targets,
     inverse_temperature,
     inverse_of_all,
-    of_rows,  # [3, stride] float32: inverse temperature, m, and room for the target's logit
+    of_rows,  # [3, stride] float32: inverse temperature, m, and space for the target's logit
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute m of each row; 0 after the rows and where there is no target. Grid (stride): rows of whole tiles."""
+    """Compute m of each row; 0 in padding rows and for rows without a target. Grid (stride): rows of whole tiles."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
@@ -67,7 +67,7 @@ def finish_rows(
     first,
     targets,
     statistics,  # [T] arrays of Statistics
-    is_beyond,  # [1] int32: becomes 1 where a sum is above MOST
+    is_beyond,  # [1] int32: becomes 1 if a sum exceeds MOST
     BLOCK: tl.constexpr,
 ):
     """Grid (num_rows). A target outside the vocabulary gives log p = NaN."""
@@ -103,7 +103,7 @@ def prepare_rows(
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32 of list_active
-    packed,  # [.., columns] bfloat16: receives rows with a coefficient; None: these stay, and other rows become 0
+    packed,  # [.., columns] bfloat16: receives rows with a coefficient; None: rows stay in place, and rows without one become 0
     v,  # [rows of packed, or num_rows] float32
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,7 +1,8 @@
 """Triton kernels without a GPU: `TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter`, in a process of its own.
 
 Triton reads the variable when a kernel is defined, so these tests cannot share a process with the others, which skip them. A
-program costs about 0.5 ms and a loop iteration 1.5 to 3 ms, so use at most 32 tokens and 4096 columns."""
+program costs about 0.5 ms and a loop iteration 1.5 to 3 ms, so use at most 32 tokens and 4096 columns.
+"""
 
 import os
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """The part of QuACK 0.6.5 that the head calls, by its contract, in PyTorch on the CPU. The head's own epilogues run on tensors.
 
-tests/install/test_locks.py compares the names with QuACK's wheel."""
+tests/install/test_locks.py compares the names with QuACK's wheel.
+"""
 
 import inspect
 import math
