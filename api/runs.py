@@ -155,7 +155,7 @@ def train(
 
 
 def _train(prepared: PreparedRun) -> None:
-    """Train in a separate frame, whose references to the model _running clears."""
+    """Train in a separate frame, so that _running can clear its references to the model."""
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train as loop
 

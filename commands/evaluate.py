@@ -44,7 +44,7 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
     config = RunDirectory(run).config
     if not config.is_file() or not source.exists():
         raise ValueError(
-            f"{source} is neither a setting (key.sub=value) nor a run directory: it has no config.yaml, and is no checkpoint in "
+            f"{source} is not a setting (key.sub=value), a run directory (it has no config.yaml) or a checkpoint in "
             "one (checkpoints/best, checkpoints/step_N)"
         )
     models = exported(source.absolute())

@@ -145,7 +145,7 @@ def rehearse_shown(
 ) -> Rehearsal:
     """Rehearse, and print the settings, the reward rules, the tree of samples, warnings, and the step of a late first update.
 
-    console: console for the tree.
+    console: prints the tree.
 
     Raises ConfigError if the task has no problems, or settings are wrong.
     """

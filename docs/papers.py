@@ -30,7 +30,7 @@ we know; and what other presets have instead. `python docs/papers.py` writes thi
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a paper. value: None where the paper does not state it; why: why the preset has another, else ""."""
+    """A number from a paper. value: None if the paper does not state it. why: the reason if the preset differs, otherwise ""."""
 
     where: str
     quantity: str

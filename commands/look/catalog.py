@@ -164,7 +164,7 @@ class Catalog:
                 try:
                     self._db.execute(_INSERT, [is_program, str(files[step])])
                 except duckdb.Error as error:
-                    self._damages[step] = f"{files[step]} is no file of samples ({error}); the file is damaged"
+                    self._damages[step] = f"{files[step]} is not a file of samples ({error}); the file is damaged"
                 if budget_s is not None and time.monotonic() - began >= budget_s:
                     return
 

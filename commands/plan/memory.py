@@ -320,7 +320,7 @@ def attention_copies_bytes(setup: Training) -> int:
 
 
 def layer_working_bytes(setup: Training) -> int:
-    """Return the temporary bytes of one layer, forward or backward, beside its saved activations.
+    """Return the temporary bytes of one layer, forward or backward, without its saved activations.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: R H e [results] + if other ranks send rows

@@ -1,4 +1,4 @@
-"""verifiers: the agent `solver` plays any of its environments, named by id. `pip install verifiers==0.4.0`"""
+"""verifiers: the agent `solver` plays an environment of this library, chosen by its id. `pip install verifiers==0.4.0`"""
 
 import os
 import random

@@ -9,7 +9,7 @@ RULES = "I think of a number from 0 to 9. Guess it; end with `Answer: N`."
 
 
 class Guessing(Orchestration):
-    """Plays the game without stored state, which follows from the problem and the guesses."""
+    """Game whose state is not stored: it is computed from the problem and the guesses."""
 
     agents = (AgentSpec("guesser"),)
 

@@ -82,7 +82,7 @@ def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
     matrices, rows, cols = block.shape
     assert matrices == 1 or rows == num_rows or cols == num_cols, (at, shape)
     first = ((at.start[0] * num_rows + at.start[1]) * num_cols + at.start[2]) * size
-    runs, stride = 1, 0  # contiguous ranges of the tensor, and bytes from one to the next
+    runs, stride = 1, 0  # number of contiguous ranges of the tensor, and the distance between their starts in bytes
     if cols < num_cols:
         runs, stride = matrices * rows, num_cols * size
     elif rows < num_rows and matrices > 1:

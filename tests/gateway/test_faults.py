@@ -256,7 +256,7 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, n
         line.request("POST", "/v1/chat/completions", body, {{"authorization": "Bearer " + client.api_key}})
         line.sock.close()
         line.close()
-        client.chat("verifier", [problem.question])  # when this is answered, the gateway knows that nobody listens
+        client.chat("verifier", [problem.question])  # once this is answered, the gateway knows that the connection is closed
         client.chat("verifier", [problem.question, "again"])
         return 1.0
     """

@@ -50,7 +50,7 @@ def played(folder: Path, name: str, agents: list[str], moves: list[str]) -> tupl
 @needs_textarena
 def test_two_agents_play_each_other_and_have_own_rewards(tmp_path: Path) -> None:
     rewards, players = played(tmp_path, "TicTacToe", ["nought", "cross"], ["[4]", "4", "[0]", "[1]", "[2]", "[7]"])
-    assert rewards == {"nought": 1.0, "cross": -1.0}  # 4, 1, 7 after 0, 2
+    assert rewards == {"nought": 1.0, "cross": -1.0}  # cells 4, 1 and 7 win against 0 and 2
     first, second = players.heard["nought"], players.heard["cross"]
     assert next(text for text in first if text != "its move").startswith("You are Player 0 in Tic Tac Toe.")
     assert first.count("its move") == 2 and not any("[Player 0] " in text for text in first)

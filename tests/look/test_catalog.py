@@ -144,7 +144,7 @@ def test_steps_have_places_in_tokens_and_hours(tmp_path: Path) -> None:
     rows = [{"step": i, **values} for i in range(1, 1201)] + [{"step": 1201, "reward/all/mean": None}]
     run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     axes = measured.axes(look_at(run))
-    assert axes["step"] == [*range(1, 1202, 2), 1201]  # no more than the curves have
+    assert axes["step"] == [*range(1, 1202, 2), 1201]  # as many points as the curves have
     assert axes["tokens"][:2] == [100, 300] and axes["hours"][-2:] == [600.0, 600.0]
 
 

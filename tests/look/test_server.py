@@ -125,7 +125,7 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
     assert [each["line"] for each in near] == [3, 1]  # its agent's first
     # Step 0 is nearer, but its file is damaged.
     assert ask("tokens", run=0, step=1, line=1) == {"kept": None, "near": {"step": 6, "samples": near[::-1]}}
-    with pytest.raises(ValueError, match="step_0.parquet is no token log"):
+    with pytest.raises(ValueError, match="step_0.parquet is not a token log"):
         ask("tokens", run=0, step=0, line=1)
     assert ask("tokens", run=1, step=1, line=1) == {"kept": None, "near": None}
 
@@ -158,7 +158,7 @@ def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.Captu
     )
     assert shown.count("mpt/fraction_masked") == 2  # once for each run
     assert "│   └── verifier1, 4 samples" in shown  # below the solution that it reads
-    assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
+    assert "says wrong" in shown and "is not a file of samples" in shown and "reward/solver/mean" in shown
 
 
 def test_a_terminal_shows_the_last_twenty_warnings_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

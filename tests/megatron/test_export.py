@@ -155,7 +155,7 @@ def test_evaluate_exports_the_latest_checkpoint_once(
     assert export(run.checkpoints / "best", tmp_path / "best")[0] == run.checkpoint(3) / "policies/main"
     young = RunDirectory.create(tmp_path, "young", "p").path
     for words, says in [
-        ([tmp_path], "is neither a setting (key.sub=value) nor a run directory"),
+        ([tmp_path], "is not a setting (key.sub=value), a run directory"),
         ([run.path, run.path], "or one run's directory"),
         ([young], "it has no config.yaml"),
     ]:

@@ -81,7 +81,7 @@ def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRend
     pq.write_table(pq.read_table(path).drop_columns(["line"]), path)
     for content in (path.read_bytes(), whole[:-9], b"", b"{}", b"</script>" * 99):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"step_1\.parquet is no token log"):
+        with pytest.raises(ValueError, match=r"step_1\.parquet is not a token log"):
             read_tokens(path)
     with pytest.raises(ValueError, match=r"step_2\.parquet is gone"):
         read_tokens(run.tokens / "step_2.parquet")
@@ -118,7 +118,7 @@ def test_hostile_text_round_trips_and_damaged_files_are_named(tmp_path: Path) ->
     assert second.segments == group.samples[1].segments
     path = step_files(run.samples)[2]
     path.write_bytes(b"garbage" + path.read_bytes())
-    with pytest.raises(ValueError, match=r"step_2\.parquet is no file of samples"):
+    with pytest.raises(ValueError, match=r"step_2\.parquet is not a file of samples"):
         list(read_samples(path))
 
 

@@ -77,7 +77,7 @@ KNOWN = {
 
 
 def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
-    """The shape of the random model that this policy, which has none, starts from; None if the team has no warm start."""
+    """Return the shape of the random model that a policy without `model` starts from; None if the team has no warm start."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.supervised.warm_start import SHAPE
@@ -97,7 +97,7 @@ def find_shape(model: str) -> ModelShape:
     name = Path(model).name
     if name not in KNOWN:
         raise ValueError(
-            f"model: {model} is not a directory here, and {name} is none of the models whose shape is known: "
+            f"model: {model} is not a directory here, and {name} is not among the models with a known shape: "
             f"{', '.join(KNOWN)}; give a directory with its config.json"
         )
     return KNOWN[name]

@@ -1,4 +1,4 @@
-"""Rules between sections of a config: of policies, agents, tools and judges here, of one section beside its model."""
+"""Rules between sections of a config: policies, agents, tools and judges. Rules within one section are in its model's file."""
 
 from __future__ import annotations
 

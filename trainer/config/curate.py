@@ -51,7 +51,7 @@ class BestOfNConfig(Settings):
 
     n: Count = Field(16, description="answers of the whole team to each question")
     keep: tuple[CountOr0, CountOr0] = (1, 11)
-    """fewest and most correct answers of a question to keep"""
+    """smallest and largest number of correct answers for which a question is kept"""
     missing: Fate = Field("drop", description="drop or keep questions that missing rewards leave undecided")
     max_missing_share: Share = Field(
         0.1, description="largest share of undecided questions; above it the command stops"

@@ -107,7 +107,7 @@ def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[
             step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError
         except (ValueError, KeyError, TypeError) as error:  # msgspec, and a key that is not UTF-8, raise ValueError.
             raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
+                f"{path}, line {number}: {line[:80]!r} is not a line of metrics ({error}); remove it or restore the file"
             ) from error
         yield MetricsRow(step, values), line
 
@@ -140,4 +140,4 @@ def read_warnings(path: Path) -> list[tuple[int, str]]:
         rows = map(json.loads, path.read_bytes().split(b"\n")[:-1])
         return [(row["step"], row["text"]) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path.name} has a line that is no warning: {error}") from error
+        raise ValueError(f"{path.name} has a line that is not a warning: {error}") from error

@@ -82,7 +82,7 @@ def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> li
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # A duplicate key in a map raises KeyError.
-        raise ValueError(f"{path} is no {what} ({error!r}); the file is damaged") from error
+        raise ValueError(f"{path} is not a {what} ({error!r}); the file is damaged") from error
 
 
 def _array(kind: Any, values: Sequence[Any]) -> npt.NDArray[Any]:
