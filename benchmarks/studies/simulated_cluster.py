@@ -337,7 +337,7 @@ def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome, s
 
 
 def show_gains(trajectory: Outcome, steady: Outcome, overlap: Mapping[str, Outcome]) -> None:
-    print(f"Pipeline over trajectories: {steady.tokens_per_s / trajectory.tokens_per_s:.2f}")
+    print(f"Pipeline: {steady.tokens_per_s / trajectory.tokens_per_s:.2f} times the tokens/s of whole trajectories")
     alone = overlap["overlap 0"]
     rows = [
         (
@@ -346,7 +346,7 @@ def show_gains(trajectory: Outcome, steady: Outcome, overlap: Mapping[str, Outco
         )
         for name, gain in overlap.items()
     ]  # fmt: skip
-    print("Overlap, one agent, 32k")
+    print("Overlap, one agent, 32k tokens; last column: tokens/s relative to overlap 0")
     print(columns(("", "step s", "rollout s", "train s", "idle", "staleness", "over overlap 0"), rows))
 
 

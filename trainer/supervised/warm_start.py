@@ -160,7 +160,9 @@ def _teach(config: RunConfig, learner: Learner, tutor: Tutor[Any], renderer: Cha
                 if goal and step >= least and goal.is_reached(mean):
                     return
         if goal:
-            console.warning(f"warm start: the {whose} is {mean:.3f} after {num_steps} steps, going on")
+            console.warning(
+                f"warm start: the {whose} is still {mean:.3f} after {num_steps} steps, expected below {goal.loss}; it continues"
+            )
 
     def rising(step: int) -> float:
         return settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps))
