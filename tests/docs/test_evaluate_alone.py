@@ -65,7 +65,11 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9
         again, told = evaluated(words, capsys)
-        assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}  # these contain seconds
+        assert {**again, "usage": 0, "latency": 0} == {
+            **first,
+            "usage": 0,
+            "latency": 0,
+        }  # usage and latency contain seconds
         assert again == json.loads(Path("kept/evaluation.json").read_text())
         assert "5 of 8 draws are kept" in told and len(server.bodies) == num_asked + 3
 

@@ -224,7 +224,7 @@ def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
     """Return the engine processes among its descendants, oldest first."""
     found = []
     for each in descendants(process):
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if each.name().startswith("ray::Engine"):
                 found.append(each)
     return sorted(found, key=lambda each: each.create_time())

@@ -422,7 +422,7 @@ def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, jud
     # Much shorter than the deadline, also if the caller only collects now and then.
     with make_pool("main", spec_of(directory, 128), config, silence_s=6.0) as pool:
         killer.join()
-        generate(pool, in_groups(1))  # it may have been killed just after its start
+        generate(pool, in_groups(1))  # the engine may have been killed just after its start
         assert pool.take_faults().engine_restarts >= 1
         sync = FileSync(CheckedEngines(pool, vocab_size=160), torch.float32)
         sync.publish(judge.learner(directory, perturbed(tensors_of(directory), "experts")), 1)

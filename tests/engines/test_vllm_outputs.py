@@ -44,7 +44,7 @@ def test_outputs_of_steps_are_kept_only_to_record(records: Records) -> None:
         "_num_decoded": 0,
         "_vocab_size": 8,
     }
-    assert not engine._step() and not engine._step()  # it has not ended
+    assert not engine._step() and not engine._step()  # the request has not ended
     assert running.told == (outputs if records.kept_tokens or records.experts else [])
     del running.token_ids[2:]  # as a stop string truncates it
     ((logprobs, kept),) = engine._drawn([running])

@@ -140,7 +140,9 @@ def joined(ask: Any, result: Any) -> Any:
 @pytest.fixture(scope="module")
 def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
-    judge.model(directory, perturbed(tensors_of(directory), "self_attn"))  # which saves them beside it
+    judge.model(
+        directory, perturbed(tensors_of(directory), "self_attn")
+    )  # saves the perturbed model beside the directory
     changed = directory.parent / (directory.name + "_changed")
     cycle = shutil.copytree(directory, out.parent / "cycle")
     save_file(in_a_cycle(tensors_of(directory)), cycle / "model.safetensors", metadata={"format": "pt"})

@@ -286,7 +286,7 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
     changed = differs(now, before)
     message = encode_delta(now, changed, int(changed.count_nonzero()))
     if size == 1:
-        assert message is None  # it would be longer
+        assert message is None  # a delta would be longer than the whole
         return
     assert message is not None
     places, values = decode_delta(message, size, dtype)

@@ -111,7 +111,7 @@ def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
         given = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=1", *words]
         assert main(["try", "--config", str(config), "--answers", str(table), *given]) == code, capsys.readouterr().err
         shown = capsys.readouterr()
-        assert "failed" not in shown.err  # it is in the tree
+        assert "failed" not in shown.err  # the error is in the tree
         return [line.lstrip("│├└─ ").rstrip() for line in shown.out.splitlines() if not line.startswith("#")]
 
     return run

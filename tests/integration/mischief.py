@@ -51,7 +51,7 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
         except urllib.error.HTTPError as error:
             assert error.code == 413
         except OSError:
-            pass  # it was cut off before everything was sent
+            pass  # the connection was cut before everything was sent
         else:
             raise AssertionError("a request beyond external.max_body_mib was answered")
     _note(book, f"{client.session} ends {mischief}")

@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     assert step == len(metrics.read_text().splitlines()), "the last step that ended is the one that is saved"
     assert json.loads((directory / "checkpoints" / f"step_{step}" / "meta.json").read_text())["step"] == step
     resumed = runner.run(*settings, "run.resume=auto")
-    assert untimed(RunDirectory(resumed)) == untimed(RunDirectory(first_run))  # also of the steps before it was stopped
+    assert untimed(RunDirectory(resumed)) == untimed(RunDirectory(first_run))  # including the steps before the stop
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
     assert without_seconds(ours.before) == without_seconds(theirs.before)
     assert without_seconds(ours.after) == without_seconds(theirs.after)

@@ -50,7 +50,7 @@ def test_a_trained_policy_learns_beside_a_frozen_one(tmp_path: Path) -> None:
     assert {part.version for r in verdicts for part in r.segments} == {0}
     assert {part.version for r in samples if r.agent == "solver" for part in r.segments} == {0, 1, 2}
     logged = [record for file in step_files(directory.tokens).values() for record in read_tokens(file)]
-    of_judge = [record for record in logged if record.policy == "judge"]  # whose server returns no log-probs
+    of_judge = [record for record in logged if record.policy == "judge"]  # the judge's server returns no log-probs
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
     assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)
     assert {record.update for record in logged if record.policy == "main"} >= {1}

@@ -237,7 +237,7 @@ def test_evaluations_between_steps_do_not_change_the_steps(
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
-    assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err  # those of step 2
+    assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err  # the draws of step 2
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
     assert run.steps_on_disk() == [1, 2]  # the first evaluation is the best so far; the last step
@@ -340,7 +340,7 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
     summary = load_summary(run.summary)
     assert (
         summary.engine.kind == "scripted" and summary.verified_syncs == 5
-    )  # of this start, including its first weights
+    )  # publishes of this start, including the first weights
     assert {f"reward/{agent}/mean" for agent in AGENTS} <= set().union(*rows)
     assert any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)

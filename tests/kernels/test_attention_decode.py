@@ -52,7 +52,7 @@ def test_what_stands_behind_a_length_does_not_count(implementation):
     lengths, changed = torch.tensor([200, 70, 1]), cache.clone()
     changed[1, 70:] = (
         1e4 if implementation in ("torch", "reference") else torch.nan
-    )  # these two may read it, but with weight 0
+    )  # these two multiply padding by 0, so it must be finite
     assert torch.equal(attention_decode(q, cache, cache, lengths), attention_decode(q, changed, changed, lengths))
 
 

@@ -121,7 +121,7 @@ def test_a_sample_without_tokens_names_the_setting_and_others(watched: Watched) 
 def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     page = watched.page
     watched.open("?page=samples&run=1")
-    page.wait_for_selector(".item.here")  # it opens on the newest sample
+    page.wait_for_selector(".item.here")  # the page opens on the newest sample
     first = page.url
     page.keyboard.press("j")
     watched.wait_until(f"location.href !== {first!r}")

@@ -128,7 +128,7 @@ def compare(
 
     With router_replay every token has a record, but none names experts, so the routing is the same.
     """
-    on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
+    on_cpu = "full" if recompute == "full_offload" else recompute  # a CPU refuses full_offload
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
     elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()
     counted = CudaBytes() if torch.cuda.is_available() else LiveBytes()

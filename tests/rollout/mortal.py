@@ -47,7 +47,7 @@ class MortalReplicas(LocalReplicas):
         self.deadly = deadly
         self.dead: set[int] = set()
         self.hung: set[int] = set()
-        self.doomed: set[int] = set()  # they die after their next step
+        self.doomed: set[int] = set()  # replicas that die after their next step
         self.had: list[list[str]] = [[] for _ in range(count)]  # uids of all requests, by replica
         self.restarts: list[int] = []
         self.is_beyond_repair = False

@@ -115,7 +115,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     pool = replicas.pool()
     pool.update_weights(WeightUpdate("version_1", 1))
     replicas.dead.add(1)
-    receipts = pool.update_weights(WeightUpdate("version_2", 2))  # it dies in a sync
+    receipts = pool.update_weights(WeightUpdate("version_2", 2))  # the engine dies during a sync
     assert [receipt.version for receipt in receipts] == [2, 2] and receipts[0].checksums == receipts[1].checksums
     replicas.dead |= {0, 1}
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
@@ -149,7 +149,7 @@ def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
     pool.submit(asks(6), version=1)
     pool.collect(0.0)
     assert pool.collect(0.0) == [] and pool.num_under_way == 6 and replicas.restarts[1:] == [0, 1]
-    can_send, replicas.dead = True, {1}  # which dies again before it has them
+    can_send, replicas.dead = True, {1}  # the engine dies again before it has the weights
     pool.give_weights()
     ended = [result for _ in range(20) for result in pool.collect(0.0)]
     assert all(map(is_whole, ended)) and len(ended) == 6 and {result.version for result in ended} == {1}

@@ -74,7 +74,7 @@ def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     assert not stages.rebalancer.is_due  # one step is not enough
     stages.play(solver=3.0, verifier=3.0)
     stages.play(solver=9.0, verifier=3.0)
-    assert not stages.rebalancer.is_due  # nor are occasional ones
+    assert not stages.rebalancer.is_due  # occasional ones are not enough either
     assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due

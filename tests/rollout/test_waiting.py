@@ -196,7 +196,7 @@ def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
     assert len(trained) >= 12 and set(trained.values()) == {1}
     assert {uid.rpartition("/")[2][:6] for uid in trained} == {"solver", "helper"}
     is_cut = config.overlap or config.segments > 1  # otherwise no episode is open at the end of a step
-    assert bool(num_kept) == bool(is_cut) and (num_open or not config.overlap)  # it was cut in the middle of both
+    assert bool(num_kept) == bool(is_cut) and (num_open or not config.overlap)  # some were cut in the middle
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

@@ -105,7 +105,7 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     assert losses(Path("runs/killed")) == rows
     assert "differs from" not in capsys.readouterr().out
-    assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # it has finished
+    assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # the run has finished
     out = capsys.readouterr().out
     assert "policies.main.model=runs/killed/hf" in out  # and prints where the model is
     assert "differs from runs/killed/config.yaml: policies.main.optimizer.grad_clip 1.0 -> 0.5\n" in out
@@ -124,7 +124,7 @@ def test_training_stops_when_held_out_lines_are_learned(words: list[str]) -> Non
     shutil.rmtree("runs/short/hf")
     assert (
         cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0
-    )  # it was killed before it wrote its model
+    )  # the run was killed before it wrote its model
     assert list(losses(Path("runs/short"))) == list(range(7))
     again = load_file("runs/short/hf/model.safetensors")
     assert all(torch.equal(stopped[name], again[name]) for name in stopped)

@@ -200,7 +200,7 @@ def test_a_hung_tool_recovers_and_its_threads_are_bounded() -> None:
         assert all(output.is_error for output in answers(pool, [call(f"slow{i}", "hang") for i in range(40)]).values())
         until(pool, "hang", lambda output: "calls of it hang" in output.text)
         assert threading.active_count() - before <= 6  # 2 that hang, and at most 2 more with their timers
-        gate.set()  # it is up again: hung threads end, and calls are answered as before
+        gate.set()  # the tool is up again: hung threads end, and calls are answered as before
         until(pool, "a", lambda output: output == ToolOutput("well"))
 
 

@@ -116,7 +116,7 @@ def all_gone(processes: set[psutil.Process]) -> bool:
 
 
 def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpreter) -> None:
-    wait_until_ready(python)  # it starts no more of its own
+    wait_until_ready(python)  # so that no more interpreters start
     others = children()
     interpreter = start_interpreter(CONFIG)
     try:
@@ -131,7 +131,7 @@ def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpret
 
 
 def test_closing_leaves_no_process_and_ends_calls_under_way(python: PythonInterpreter) -> None:
-    wait_until_ready(python)  # it starts no more of its own
+    wait_until_ready(python)  # so that no more interpreters start
     before = children()
     pool = build_tools(ToolsConfig(python=CONFIG), ["python"], ())
     code = "import subprocess, time\ntry: subprocess.Popen(['sleep', '1000'])\nfinally: time.sleep(1000)"

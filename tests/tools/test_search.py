@@ -183,7 +183,7 @@ def test_a_kept_index_is_rebuilt_only_if_the_corpus_changes(tmp_path: Path) -> N
     write(corpus, {"text": "one"}, {"text": "two"})
     assert found(open_index(corpus, file), "two") == ["2"] and file.stat().st_ino != made
     index.close()
-    assert os.listdir(file.parent) == ["index.sqlite"]  # it stays, and nothing else
+    assert os.listdir(file.parent) == ["index.sqlite"]  # the index stays, and nothing else
 
 
 def test_a_file_that_is_no_index_is_not_written_over(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [  # {}: the file
-        ("- 1\n- 2\n", [], "{}"),  # which is not a mapping
+        ("- 1\n- 2\n", [], "{}"),  # the file is not a mapping
         ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: the line is indented with a tab; use spaces"),
         ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: the line is indented with a tab; use spaces"),
         ("", ["rollout.group_size", "=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),

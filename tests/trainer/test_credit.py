@@ -33,7 +33,7 @@ def ended(groups: list[Group], *outcomes: float) -> list[Group]:
 
 
 def test_equal_rewards_train_nothing_but_count_in_denominators() -> None:
-    of_tool = np.array([True, False, True])  # nor does a tool's text
+    of_tool = np.array([True, False, True])  # a tool's text trains nothing either
     groups = [group("0/solver", [1, 1, 1]), group("1/solver", [1, math.nan, 0], is_sampled=of_tool)]
     credited = credit(groups, CreditConfig(), AGENTS)
     assert [s.uid for s in credited.sequences] == ["1/solver:0", "1/solver:2"]
@@ -402,7 +402,7 @@ def test_masked_cut_samples_stay_in_their_groups_statistics() -> None:
     cut = replace(sample("0/solver:2", 0), finish=Finish.LENGTH)
     groups = [Group("0/solver", "0", "solver", (sample("0/solver:0", 1), sample("0/solver:1", 0), cut))]
     plain = credit(groups, CreditConfig(), AGENTS)
-    known = {"0/solver:2": np.full(3, -0.5, np.float32)}  # neither a teacher's nor a KL term's gradient comes back
+    known = {"0/solver:2": np.full(3, -0.5, np.float32)}  # masked samples get no gradient from a teacher either
     agents = {"solver": AgentConfig(teacher=TeacherConfig(policy="big"))}
     masked = credit(groups, CreditConfig(), agents, masks_truncated=True, keep_zero=True, teacher_logprobs=known)
     assert {s.uid for s in plain.sequences} == {f"0/solver:{i}" for i in range(3)} and plain.num_tokens == 9

@@ -99,7 +99,7 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     corrector = result.agents["corrector1"]
     assert (
         corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
-    )  # it gets no right solutions
+    )  # the agent is shown no right solutions
     assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 

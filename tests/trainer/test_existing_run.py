@@ -211,7 +211,7 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             resume_lines(run, settings("run.resume=auto", word), given)
-    run.keep_data(shorter)  # a run that has begun keeps its own
+    run.keep_data(shorter)  # a run that has begun keeps its own fingerprint
     assert resume_lines(run, settings("run.resume=auto"), data)
 
 

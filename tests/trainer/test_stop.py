@@ -74,7 +74,7 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
 
 def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
     """Return what each of two ranks got. limit_s: of a meeting; none: they stand by."""
-    dist.init_process_group("gloo")  # they may meet as late as a busy machine requires
+    dist.init_process_group("gloo")  # no short timeout: a busy machine may be slow
     told = meet(limit_s, late_s) if limit_s else stand_by()
     both = [each.decode().split("\n") for each in gather_bytes("\n".join(told).encode())]
     dist.destroy_process_group()
@@ -96,7 +96,7 @@ def meet(limit_s: float, late_s: float) -> list[str]:
         (lambda: stop_together(None, "fine"), False),
     ):
         if rank() == 0 and is_late:
-            time.sleep(late_s)  # it plays
+            time.sleep(late_s)  # rank 0 plays meanwhile
         found.append(str(call()))
     cpu_s = time.process_time() - begin
     sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
