@@ -162,10 +162,10 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
     count = sign = power = 1
     at = 0
     while at < len(text):
-        if (found := _PIECE.match(text, at)) is None:
+        if (match := _PIECE.match(text, at)) is None:
             return None
-        at = found.end()
-        per, exponent, name = found.groups()
+        at = match.end()
+        per, exponent, name = match.groups()
         word = (name or "").lower()
         if per:
             sign = -1

@@ -176,10 +176,10 @@ class Orchestration:
         shown = visible(sample.turn_text, sample.in_thought)
         if shown is None or sample.finish is not Finish.STOP or role not in READS:
             return replace(sample, shown=shown or "", answer=None, verdict=None)
-        said = prompts.parsers[READS[role]].read(shown)
-        if isinstance(said, bool):
-            return replace(sample, shown=shown, answer=None, verdict=said)
-        return replace(sample, shown=shown, answer=said, verdict=None)
+        parsed = prompts.parsers[READS[role]].read(shown)
+        if isinstance(parsed, bool):
+            return replace(sample, shown=shown, answer=None, verdict=parsed)
+        return replace(sample, shown=shown, answer=parsed, verdict=None)
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """Return the agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).

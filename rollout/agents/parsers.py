@@ -324,8 +324,8 @@ def regex_text(expression: str) -> Callable[[str], str | None]:
         )
 
     def read(text: str) -> str | None:
-        found = last.groups(text)
-        return None if found is None or found[1] is None else found[1].strip() or None
+        groups = last.groups(text)
+        return None if groups is None or groups[1] is None else groups[1].strip() or None
 
     return read
 
@@ -340,10 +340,10 @@ def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
     last = LastMatch(f"({yes})|({no})")
 
     def read(text: str) -> bool | None:
-        found = last.groups(text)
-        if found is None:
+        groups = last.groups(text)
+        if groups is None:
             return None
-        is_yes, is_no = found[1] is not None, found[num_groups + 2] is not None
+        is_yes, is_no = groups[1] is not None, groups[num_groups + 2] is not None
         assert is_yes != is_no, (yes, no)
         return is_yes
 

@@ -161,10 +161,10 @@ class _File:
             self._fail(node, f'expected a list of turns of {role}, such as `- user: "{{problem}}"`')
         needed, allowed = PLACEHOLDERS[role]
         turns, shown = [], set[str]()
-        for each in node.value:
-            turn = self._mapping(each, _SPEAKERS)
+        for turn_node in node.value:
+            turn = self._mapping(turn_node, _SPEAKERS)
             if len(turn) != 1:
-                self._fail(each, f"expected one of {', '.join(_SPEAKERS)} in a turn, found {len(turn)}")
+                self._fail(turn_node, f"expected one of {', '.join(_SPEAKERS)} in a turn, found {len(turn)}")
             ((speaker, content),) = turn.items()
             text = self._text(content)
             shown |= self._placeholders(role, content, text)

@@ -446,9 +446,11 @@ class ChatRenderer:
 
     def why_other_tokens(self, other: ChatRenderer) -> str:
         """Describe a token that has another id in the other vocabulary; "" if all are the same."""
-        own, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
-        word = min((word for word in own.keys() | others.keys() if own.get(word) != others.get(word)), default=None)
-        return "" if word is None else f"{word!r} is {own.get(word, 'none')} here and {others.get(word, 'none')}"
+        ids, other_ids = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
+        word = min(
+            (word for word in ids.keys() | other_ids.keys() if ids.get(word) != other_ids.get(word)), default=None
+        )
+        return "" if word is None else f"{word!r} is {ids.get(word, 'none')} here and {other_ids.get(word, 'none')}"
 
     def num_tokens(self, text: str) -> int:
         """Count the tokens of a text within a message."""

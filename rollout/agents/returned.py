@@ -105,10 +105,10 @@ def metrics(found: object) -> dict[str, float]:
     return values
 
 
-def sample_or_none(found: object) -> Sample | None:
+def sample_or_none(value: object) -> Sample | None:
     """Check the value of `outcome` and `alone`."""
-    _expect("the outcome", found, Sample, None)
-    return found  # type: ignore[return-value]
+    _expect("the outcome", value, Sample, None)
+    return value  # type: ignore[return-value]
 
 
 def uids(value: object) -> Collection[str]:
@@ -126,10 +126,10 @@ def place_of(error: Exception, team: object, method: str) -> str:
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if code := getattr(getattr(kind, method), "__code__", None):
         frames.insert(0, (Path(code.co_filename), code.co_firstlineno))
-    own = [
+    user_lines = [
         f"{file.relative_to(home)}:{line}" for file, line in frames if file.is_relative_to(home) and not _is_ours(file)
     ]
-    return own[-1] if own else ""
+    return user_lines[-1] if user_lines else ""
 
 
 def _is_ours(file: Path) -> bool:

@@ -32,10 +32,13 @@ class Debate(Orchestration):
         for _ in range(self.options.rounds - 1):
             if not all(episode.is_over(ask) for ask in last):
                 break
-            said = [sample for ask in last if (sample := episode.said(ask)) is not None and sample.shown]
-            if len(said) < 2:
+            solutions = [sample for ask in last if (sample := episode.said(ask)) is not None and sample.shown]
+            if len(solutions) < 2:
                 break
-            last = [episode.ask("debater", *(each for each in said if each is not own), own) for own in said]
+            last = [
+                episode.ask("debater", *(each for each in solutions if each is not solution), solution)
+                for solution in solutions
+            ]
             asks = asks + last
         return asks
 

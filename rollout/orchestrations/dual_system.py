@@ -72,10 +72,10 @@ class DualSystem(Orchestration):
         if ask.agent == "system2":
             return self.prompt(ask.agent, role, episode, tools="\n".join(TOOLS[name] for name in self.tools))
         (sample,) = episode.inputs(ask)
-        wanted = self._wanted(episode, sample)
-        assert isinstance(wanted, tuple)
-        (found,) = (text for each, text in self._readings(episode, sample, *wanted) if each.id == ask.id)
-        return self.prompt(ask.agent, role, episode, output=found, purpose=wanted[1])
+        reading_plan = self._wanted(episode, sample)
+        assert isinstance(reading_plan, tuple)
+        (found,) = (text for each, text in self._readings(episode, sample, *reading_plan) if each.id == ask.id)
+        return self.prompt(ask.agent, role, episode, output=found, purpose=reading_plan[1])
 
     def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
         reading_plan = self._wanted(episode, sample)
@@ -182,10 +182,10 @@ class DualSystem(Orchestration):
         between = renderer.num_tokens(_BETWEEN)
         if capacity <= between:
             return ()
-        found = [renderer.first_tokens(text, capacity - between) for text in _texts(output)]
-        sizes = [min(capacity, renderer.num_tokens(text) + between) for text in found]
+        texts = [renderer.first_tokens(text, capacity - between) for text in _texts(output)]
+        sizes = [min(capacity, renderer.num_tokens(text) + between) for text in texts]
         return tuple(
-            _BETWEEN.join(found[i] for i in sorted(members)) for members in first_fit_decreasing(sizes, capacity)
+            _BETWEEN.join(texts[i] for i in sorted(members)) for members in first_fit_decreasing(sizes, capacity)
         )
 
     def _cut(self, output: ToolOutput) -> str:

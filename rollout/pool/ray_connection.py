@@ -103,10 +103,10 @@ class RayCluster:
         wrong = []
         for host in hosts:
             ranks, others = range(min(host.num_ranks, host.num_gpus)), range(host.num_ranks, host.num_gpus)
-            right, found = ranks if is_shared else others, counts.pop(host.name, 0)
-            if host.num_gpus and (found > len(right) or (is_shared and found < len(right))):
+            right, num_counted = ranks if is_shared else others, counts.pop(host.name, 0)
+            if host.num_gpus and (num_counted > len(right) or (is_shared and num_counted < len(right))):
                 named = ",".join(map(str, right))
-                wrong.append(f"{host.name}: Ray counts {found} GPU(s), expected CUDA_VISIBLE_DEVICES={named}")
+                wrong.append(f"{host.name}: Ray counts {num_counted} GPU(s), expected CUDA_VISIBLE_DEVICES={named}")
         if is_shared:
             others_found = ((name, num) for name, num in sorted(counts.items()) if num)
             wrong += [

@@ -94,7 +94,7 @@ def read_judgement(text: str) -> Judgement:
         fields[name] = match[2].strip()
     if "correct" not in fields:
         raise Unreadable("no line `correct:`")
-    said = _YES_NO.fullmatch(fields["correct"])
-    if said is None:
+    verdict = _YES_NO.fullmatch(fields["correct"])
+    if verdict is None:
         raise Unreadable("`correct:` is not exactly yes or no")
-    return Judgement(said[1].lower() == "yes", fields.get("reasoning", ""))
+    return Judgement(verdict[1].lower() == "yes", fields.get("reasoning", ""))

@@ -129,10 +129,10 @@ def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, 
 
 def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
     """Return {"problems": number, "sum": checksum of questions and answers in order}, which identifies a set of problems."""
-    told = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for problem in problems:
-        told.update(json.dumps([problem.question, problem.answer]).encode())
-    return {"problems": len(problems), "sum": told.hexdigest()}
+        digest.update(json.dumps([problem.question, problem.answer]).encode())
+    return {"problems": len(problems), "sum": digest.hexdigest()}
 
 
 def one_spaced(text: str) -> str:
@@ -226,10 +226,10 @@ def data_files(path: Path) -> list[Path]:
             )
         return [path / Path(shard["filename"]).name for shard in state["_data_files"]]
     for ending in ("arrow", "parquet", "jsonl"):
-        if found := sorted(path.glob(f"*.{ending}")):
-            split_of = {file: name for file in found if (name := _SHARD.sub("", file.stem)) in _SPLITS}
+        if files := sorted(path.glob(f"*.{ending}")):
+            split_of = {file: name for file in files if (name := _SHARD.sub("", file.stem)) in _SPLITS}
             split = _split(path, sorted({*split_of.values()})) if split_of else None
-            return [file for file in found if split_of.get(file, split) == split]
+            return [file for file in files if split_of.get(file, split) == split]
     # Two levels: searching all of a home or a disk would take minutes.
     below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
     folders = sorted({file.parent for pattern in below for file in path.glob(pattern)})

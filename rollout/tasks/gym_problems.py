@@ -118,9 +118,9 @@ class ReasoningGym(OwnTask):
 
 def gym_judge(task: str, options: dict[str, Any]) -> Callable[[Problem, str], float]:
     """Return `reward`, for a judge process. Imports reasoning_gym before a judgement is timed."""
-    own = ReasoningGym(ReasoningGym.Options(**options))
-    own._data_of(own.options.seed)
-    return own.reward
+    judge_task = ReasoningGym(ReasoningGym.Options(**options))
+    judge_task._data_of(judge_task.options.seed)
+    return judge_task.reward
 
 
 def load_drawer(options: dict[str, Any]) -> Answer:

@@ -46,10 +46,10 @@ class Mixture(tuple[Problem, ...]):
     def without(self, questions: Collection[str]) -> Mixture:
         """Return the same files without these questions; ValueError names a file that would be empty."""
         files = [[problem for problem in file if problem.question not in questions] for file in self.files]
-        for place, file in enumerate(files):
+        for index, file in enumerate(files):
             if not file:
                 raise ValueError(
-                    f"data.train[{place}]: all of its {len(self.files[place])} questions are held out for evaluation; set "
+                    f"data.train[{index}]: all of its {len(self.files[index])} questions are held out for evaluation; set "
                     "data.eval, or use a longer file"
                 )
         return Mixture(files, self.weights)

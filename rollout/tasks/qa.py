@@ -28,18 +28,18 @@ def normalised(text: str) -> str:
 def exact_match(answer: str, right: str) -> float:
     """Return 1 if both are equal after normalisation. If that leaves nothing ("The", "!"), the texts themselves must be
     equal."""
-    one, other = normalised(answer), normalised(right)
-    if not one or not other:
+    normal_answer, normal_right = normalised(answer), normalised(right)
+    if not normal_answer or not normal_right:
         return float(answer.strip().lower() == right.strip().lower())
-    return float(one == other)
+    return float(normal_answer == normal_right)
 
 
 def f1(answer: str, right: str) -> float:
     """Return the harmonic mean of precision and recall over the normalised words, counted with multiplicity."""
-    said, wanted = Counter(normalised(answer).split()), Counter(normalised(right).split())
-    if not said or not wanted:
+    answer_words, right_words = Counter(normalised(answer).split()), Counter(normalised(right).split())
+    if not answer_words or not right_words:
         return exact_match(answer, right)
-    return 2 * (said & wanted).total() / (said.total() + wanted.total())
+    return 2 * (answer_words & right_words).total() / (answer_words.total() + right_words.total())
 
 
 def qa_task(train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> Task:

@@ -135,10 +135,12 @@ def check_tools(
                 f"{key}.corpus is null, but the task has no {what} (only task=qa without data.train has); set it to a "
                 f"jsonl file of {form}, or set another {key}.kind"
             )
-    own = [name for name in names if isinstance(config.given.get(name), OwnTool)]
-    with closing(build_tools(config, own, ())) as pool:
+    own_tools = [name for name in names if isinstance(config.given.get(name), OwnTool)]
+    with closing(build_tools(config, own_tools, ())) as pool:
         shown = {
-            name: pool.functions(name) if name in own else (SHIPPED[name],) for name in names if name in config.given
+            name: pool.functions(name) if name in own_tools else (SHIPPED[name],)
+            for name in names
+            if name in config.given
         }
     having: dict[str, str] = {}
     for name, functions in shown.items():

@@ -36,9 +36,9 @@ _MOST_SHOWN = 60  # characters of a server's text in a message
 # Addresses that are not public, or do not belong to a single host, although `ipaddress` reports them as global.
 # IPv4: IETF assignments (and Oracle Cloud's metadata), 6to4 relays, Azure's metadata. IPv6: Teredo and others, 6to4,
 # documentation.
-_NOT_PUBLIC_4 = [IPv4Network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
+_NOT_PUBLIC_4 = [IPv4Network(block) for block in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
 _GLOBAL_6 = IPv6Network("2000::/3")  # the assigned range; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
-_NOT_PUBLIC_6 = [IPv6Network(each) for each in ("2001::/23", "2002::/16", "3fff::/20")]
+_NOT_PUBLIC_6 = [IPv6Network(block) for block in ("2001::/23", "2002::/16", "3fff::/20")]
 
 
 class Refused(ToolError):

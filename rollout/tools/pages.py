@@ -68,10 +68,10 @@ class Pages:
 
     def _main_text(self, page: Fetched, deadline: float) -> str:
         """Extract the main text of a page. Raises ToolError if the page has none, or the deadline passes."""
-        asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
+        request = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
             left_s = max(0.001, deadline - time.monotonic())
-            reply = self._workers.ask(asked, timeout_s=left_s, wait_s=left_s)
+            reply = self._workers.ask(request, timeout_s=left_s, wait_s=left_s)
         except Failed as error:
             raise ToolError(f"parsing the page {error} (tools.pages: workers, timeout_s)") from None
         except NotStarted as error:

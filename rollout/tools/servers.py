@@ -63,11 +63,11 @@ class _ServerSearch:
         try:
             # Lone surrogates are invalid in an address, and servers treat them differently.
             queries = [each.encode("utf-8", "replace").decode("utf-8") for each in query_arguments(arguments)]
-            found = self._found(queries)
+            documents = self._found(queries)
         except Refused as error:
             raise ToolError(self._line.hide(f"{self._url}: {error}")) from None
-        said = shown(found, self._kind)
-        return said if isinstance(said, str) else [self._line.hide(part) for part in said]
+        output = shown(documents, self._kind)
+        return output if isinstance(output, str) else [self._line.hide(part) for part in output]
 
     def close(self) -> None:
         """Make pending searches fail; may be called twice."""

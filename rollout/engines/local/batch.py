@@ -89,9 +89,9 @@ class DecodeBatch:
 
     def record_kept(self, scaled: Tensor) -> None:
         """Record which tokens can be drawn from scaled [B, V], for rows that request it."""
-        wanted = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
-        if wanted:
-            for i, ids in zip(wanted, kept_ids(scaled, wanted), strict=True):
+        recording = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
+        if recording:
+            for i, ids in zip(recording, kept_ids(scaled, recording), strict=True):
                 self.rows[i].kept.append(ids)
 
     def keep_going(self) -> None:

@@ -81,9 +81,9 @@ class ChainTutor(Tutor[ArithmeticOptions]):
 
     def _equality_drill(self) -> Trace:
         """Write the end of a report, which compares two digits; they are equal in half of the drills."""
-        said = self.rng.randrange(10)
-        got = said if self.rng.random() < 0.5 else self.rng.randrange(10)
-        return Trace(None, f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")
+        stated = self.rng.randrange(10)
+        got = stated if self.rng.random() < 0.5 else self.rng.randrange(10)
+        return Trace(None, f"got {got} said {stated} Verdict:", "correct" if got == stated else "wrong")
 
     def _work(self, chain: Chain, slip: float) -> tuple[str, int]:
         """Return the lines of a calculation with slips, and its result."""

@@ -161,10 +161,10 @@ class World:
     def _document(self, name: str, relations: tuple[str, ...]) -> Document:
         facts = [(relation, self.facts[name, relation]) for relation in relations]
         if self._is_terse:
-            said = " ".join(f"{name} {relation} {value} ." for relation, value in facts)
+            text = " ".join(f"{name} {relation} {value} ." for relation, value in facts)
         else:
-            said = " ".join(f"the {relation} of {name} is {value} ." for relation, value in facts)
-        return Document(name.replace(" ", "_"), name, said)
+            text = " ".join(f"the {relation} of {name} is {value} ." for relation, value in facts)
+        return Document(name.replace(" ", "_"), name, text)
 
     def _question(self, name: str, relations: list[str]) -> str:
         if self._is_terse:

@@ -184,10 +184,10 @@ class DualTutor(FactsTutor):
             yield Trace(Role.REASONER, chat, thought + call)
             if not is_whole:
                 return
-            (found,) = rendered([documents[entity]])
+            (output,) = rendered([documents[entity]])
             read = self._slipped(world, entity, purpose, self.slip_distiller)
             reply = f"{read} {world.facts[entity, read]}"
-            prompt = prompts.fill(Role.DISTILLER, problem=problem.question, output=found, purpose=purpose)
+            prompt = prompts.fill(Role.DISTILLER, problem=problem.question, output=output, purpose=purpose)
             yield Trace(Role.DISTILLER, prompt, reply)
             if read != relation:
                 return
