@@ -28,9 +28,9 @@ class Interrupted(KeyboardInterrupt):
     """Raised when an evaluation is interrupted; its text says what is kept and how to resume."""
 
 
-def run_of(place: Path) -> Path:
+def run_of(path: Path) -> Path:
     """Return the run directory, given itself or one of its checkpoints."""
-    return place.absolute().parents[1] if place.absolute().parent.name == "checkpoints" else place
+    return path.absolute().parents[1] if path.absolute().parent.name == "checkpoints" else path
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:

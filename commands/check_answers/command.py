@@ -85,10 +85,10 @@ def check_answers(words: Sequence[str], config_file: str | None, num_problems: i
     files = [word for word in words if "=" not in word or Path(word).exists()]
     if len(files) > 1:
         raise ConfigError(f"expected one file, found {', '.join(files)}; several go into data.train")
-    given = [*([] if config_file else ["task=math"]), *(word for word in words if word not in files)]
-    given += [f"data.train={json.dumps(file)}" for file in files]
+    arguments = [*([] if config_file else ["task=math"]), *(word for word in words if word not in files)]
+    arguments += [f"data.train={json.dumps(file)}" for file in files]
     config, origin = read_config(
-        config_file, [*given, "data.on_placeholder=keep", "data.on_bad_line=skip"], trains=False
+        config_file, [*arguments, "data.on_placeholder=keep", "data.on_bad_line=skip"], trains=False
     )
     with origin.places_in_errors():
         data = read_data(config)

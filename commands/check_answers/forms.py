@@ -183,8 +183,8 @@ def _split(text: str) -> list[str] | None:
     if (levels := depths(text)) is None:
         return None
     parts, start = [], 0
-    for place, (mark, level) in enumerate(zip(text, levels, strict=True)):
-        if mark == "," and level == 0 and not text[:place].endswith("\\"):
-            parts.append(text[start:place].strip())
-            start = place + 1
+    for position, (mark, level) in enumerate(zip(text, levels, strict=True)):
+        if mark == "," and level == 0 and not text[:position].endswith("\\"):
+            parts.append(text[start:position].strip())
+            start = position + 1
     return [*parts, text[start:].strip()]

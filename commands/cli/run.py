@@ -128,6 +128,6 @@ def prompts(name: Annotated[str | None, Argument(help="name of a set")] = None) 
     if name is not None:
         print(text_of_set(name), end="")
         return
-    for each in set_names():
-        first = text_of_set(each).partition("\n")[0].removeprefix("# ")
-        print(f"{each:<12} {first}\n{'':<12} roles: {', '.join(prompt_set(each).turns)}")
+    for set_name in set_names():
+        first = text_of_set(set_name).partition("\n")[0].removeprefix("# ")
+        print(f"{set_name:<12} {first}\n{'':<12} roles: {', '.join(prompt_set(set_name).turns)}")

@@ -114,7 +114,7 @@ def shingled(text: str, size: int) -> list[str]:
     return [text[i : i + size] for i in range(max(1, len(text) - size + 1))]
 
 
-def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
+def jaccard(first: frozenset[str], second: frozenset[str]) -> float:
     """Return the Jaccard similarity: size of the intersection over size of the union."""
-    shared = len(one & other)
-    return shared / (len(one) + len(other) - shared)
+    shared = len(first & second)
+    return shared / (len(first) + len(second) - shared)

@@ -238,10 +238,10 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def _found(catalog: Catalog, step: int, line: int) -> Row:
-    found = catalog.at(step, line)
-    if found is None:
+    row = catalog.at(step, line)
+    if row is None:
         raise ValueError(f"step {step} has no sample on line {line}, or it has not been read yet")
-    return found
+    return row
 
 
 def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | None:

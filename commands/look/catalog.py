@@ -301,10 +301,10 @@ class Catalog:
         for row in rows:
             lines.setdefault(row.step, set()).add(row.line)
         files = {step: self.run.samples / f"step_{step}.parquet" for step in lines}
-        found = {each.uid: each for step, file in files.items() for each in read_samples(file, lines[step])}
-        if missing := sorted({row.uid for row in rows} - found.keys()):
+        records_by_uid = {each.uid: each for step, file in files.items() for each in read_samples(file, lines[step])}
+        if missing := sorted({row.uid for row in rows} - records_by_uid.keys()):
             raise ValueError(f"{missing[0]} is no longer in its file: a repeated step has a new file")
-        return found
+        return records_by_uid
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
         """Return the rollout instances with the most agents, among those with a sample in the first or the last step."""
@@ -421,16 +421,16 @@ def _page(rows: Sequence[Row], num: int | None) -> Page:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_bytes())
+        config = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _state(path: Path) -> tuple[int, int] | None:
     """Return (mtime in ns, size in bytes) of a file; None if it does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size

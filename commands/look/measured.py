@@ -128,9 +128,9 @@ def axes(catalog: Catalog) -> dict[str, list[float]]:
     for name, curve in catalog.curves.items():
         for step, value in curve:
             rows.setdefault(step, {})[name] = value
-    found = list(progress(sorted(rows.items())))
-    kept = found[:: -(-len(found) // _MOST_POINTS) or 1]
-    return {axis: [getattr(place, axis) for place in [*kept, *found[-1:]]] for axis in AXES}
+    places = list(progress(sorted(rows.items())))
+    chosen = places[:: -(-len(places) // _MOST_POINTS) or 1]
+    return {axis: [getattr(place, axis) for place in [*chosen, *places[-1:]]] for axis in AXES}
 
 
 def problems(catalog: Catalog, agent: str = "") -> dict[str, Any]:

@@ -156,10 +156,10 @@ def exported(source: Path) -> dict[str, Path]:
     return {policy: cache / policy for policy in _policies(chosen)}
 
 
-def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) in the checkpoint's dtype, in the order of `wanted`; one layer is in memory at a time."""
+def hf_tensors(folder: Path, shape: ModelShape, chosen: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) in the checkpoint's dtype, in the order of `chosen`; one layer is in memory at a time."""
     stored = _Stored(folder)
-    for unit in wanted:
+    for unit in chosen:
         whole = stored.whole(shape, unit)
         yield from zip(unit.hf, (part.contiguous() for part in split(shape, unit, whole)), strict=True)
 

@@ -193,10 +193,10 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     2507.19766): part of the time halves whenever segments double, as `waiting` nearly does.
     """
     shape, tensor, length = setup.shape, setup.tensor_parallel, demand.length
-    of_engine = demand.samples * demand.response / setup.num_engines
+    engine_tokens = demand.samples * demand.response / setup.num_engines
     most = max(1.0, min(setup.max_num_seqs, memory.kv_tokens / length, demand.samples / setup.num_engines))
-    iterations = of_engine / most + demand.waiting
-    concurrency = of_engine / iterations
+    iterations = engine_tokens / most + demand.waiting
+    concurrency = engine_tokens / iterations
     touched = 1 - (1 - shape.experts_per_token / shape.num_experts) ** concurrency if shape.num_experts else 0.0
     touched = min(1.0, touched * setup.imbalance)
     traffic = _cut_bytes(setup, touched) + _whole_bytes(setup)

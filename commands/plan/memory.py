@@ -255,10 +255,10 @@ def remade_bytes(setup: Training) -> int:
         return 0
     if setup.remakes_layers:
         return layer_bytes(setup, "none") - layer_bytes(setup, setup.recompute)
-    of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * 2 * e
+    norm_bytes = setup.tokens_of_rank / layout.tensor * s.hidden_size * 2 * e
     if s.num_experts:
-        return round(of_norm + setup.rows * s.ffn_size / layout.expert_tensor * e)
-    return round(of_norm + setup.tokens_of_rank * 3 * s.ffn_size / layout.tensor * e)
+        return round(norm_bytes + setup.rows * s.ffn_size / layout.expert_tensor * e)
+    return round(norm_bytes + setup.tokens_of_rank * 3 * s.ffn_size / layout.tensor * e)
 
 
 def angle_bytes(setup: Training) -> int:
@@ -344,8 +344,8 @@ def layer_working_bytes(setup: Training) -> int:
     forward = setup.rows * s.hidden_size * (e * (1 + moved) + wide)
     forward += setup.remakes_layers * local * s.hidden_size * e
     weights = 0.0 if setup.adapters else s.num_experts / layout.expert * 2 * s.hidden_size * width * e
-    of_product = setup.rows * (s.hidden_size + width) * e + weights / 2
-    of_gate_and_up = setup.rows * 2 * width * e
-    of_weights = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights
-    backward = 2 * local * s.hidden_size * e + max(of_product, of_gate_and_up, of_weights)
+    product_bytes = setup.rows * (s.hidden_size + width) * e + weights / 2
+    gate_and_up_bytes = setup.rows * 2 * width * e
+    weight_bytes = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights
+    backward = 2 * local * s.hidden_size * e + max(product_bytes, gate_and_up_bytes, weight_bytes)
     return round(max(forward, backward))

@@ -104,11 +104,11 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 
 
-def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
-    """Return the first option of every layout, in the order of `found`."""
+def best_of_each_layout(ranked: Sequence[Option]) -> list[Option]:
+    """Return the first option of every layout, in the order of `ranked`."""
     first: dict[Layout, Option] = {}
-    for each in found:
-        first.setdefault(each.layout, each)
+    for candidate in ranked:
+        first.setdefault(candidate.layout, candidate)
     return list(first.values())
 
 

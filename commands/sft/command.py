@@ -185,10 +185,12 @@ def _order(number: int, name: str) -> list[int]:
 class _Training:
     """Training of all policies that have demonstrations. Every method is collective."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, found: Demonstrations, console: RunConsole) -> None:
-        self._config, self._directory, self._writers, self._console = config, directory, found.writers, console
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, demonstrations: Demonstrations, console: RunConsole
+    ) -> None:
+        self._config, self._directory, self._writers, self._console = config, directory, demonstrations.writers, console
         lines, self._held_out = held_out(
-            found.lines, _order(len(found.lines), f"{config.run.seed}/held out"), config.sft.held_out
+            demonstrations.lines, _order(len(demonstrations.lines), f"{config.run.seed}/held out"), config.sft.held_out
         )
         self._lines, self._steps_of_epoch = lines, -(-len(lines) // config.sft.batch)
         self._num_steps = config.sft.epochs * self._steps_of_epoch
