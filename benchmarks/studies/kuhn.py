@@ -211,10 +211,10 @@ def main() -> None:
             if words.json:
                 words.json.write_text(json.dumps(records, indent=1))
     for arm in words.arms:
-        own = [each for each in records if each["arm"] == arm]
+        arm_records = [each for each in records if each["arm"] == arm]
         shown = (
-            f"{name} {fmean(e[name] for e in own):.3f} ± {pstdev(e[name] for e in own):.3f}"
-            for name in own[0]
+            f"{name} {fmean(e[name] for e in arm_records):.3f} ± {pstdev(e[name] for e in arm_records):.3f}"
+            for name in arm_records[0]
             if name not in ("arm", "seed")
         )
         print(f"{arm}: {', '.join(shown)}")
