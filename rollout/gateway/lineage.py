@@ -148,7 +148,8 @@ class Settled:
         """Return rewards by agent, and by uid where a sample's differs from its agent's.
 
         A sample gets the first that is given: the mean reward of its answers, the reward of its lineage (or else the mean over
-        the lineage's answers), its agent's, the reward of the sample that called it.
+        the lineage's answers), its agent's, the reward of the sample that called it. Unless it is a sub-agent's, its agent's
+        reward comes before the mean over its lineage's answers.
 
         answers: uid of the sample and reward of each rewarded answer. by_turn: agents of answers with rewards of turns, which are
         added to 0 if nothing else is given.
@@ -163,7 +164,8 @@ class Settled:
         given = {*by_agent, *by_turn}
         for uid, origin in self.origins.items():
             lineage, caller = self.lineages[uid], origin.caller
-            if uid not in by_uid and lineage in known:
+            is_sub_agent = caller is not None or lineage in by_lineage
+            if uid not in by_uid and lineage in known and (is_sub_agent or self.agents[uid] not in by_agent):
                 by_uid[uid] = known[lineage]
             elif uid not in by_uid and caller is not None and self.agents[uid] not in given:
                 if caller.uid in by_uid:  # The caller began earlier.

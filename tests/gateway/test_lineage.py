@@ -230,6 +230,15 @@ def test_a_sample_gets_the_first_reward_that_is_given(
     assert settled.rewards(by_agent, by_lineage, answers) == by_agent | expected
 
 
+def test_an_agents_reward_holds_in_a_lineage_that_nothing_called() -> None:
+    session = Session()
+    session.one("first", 1)
+    session.one("rewritten", 1, 2, answers=1)
+    rewards = session.lineages.settle().rewards
+    assert rewards({"solver": 0.5}, {}, [("first", 2.0)]) == {"solver": 0.5, "first": 2.0}
+    assert rewards({}, {}, [("first", 2.0)]) == {"first": 2.0, "rewritten": 2.0}
+
+
 def test_rewards_of_turns_stand_for_the_callers_and_are_not_passed_on() -> None:
     session = Session()
     main = session.one("main", 1)
