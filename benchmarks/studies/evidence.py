@@ -222,7 +222,7 @@ class Runner:
         self,
         job: Job,
         start: float,
-        found: dict[str, float],
+        numbers: dict[str, float],
         stopped: str | None = None,
         curves: dict[str, list[float]] | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class Runner:
         seconds = round(time.monotonic() - start, 1)
         around = {"device": device_name(), "load": os.getloadavg()[0], "versions": library_versions(LIBRARIES)}
         result = Result(
-            job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around, curves or {}
+            job.study, job.arm, job.seed, job.settings, self.commit, stopped, numbers, seconds, around, curves or {}
         )
         write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
         print(f"{job.name}: {stopped or _line(numbers)}, {seconds:.0f} s", flush=True)

@@ -272,7 +272,7 @@ def slot_bytes(setup: EngineSetup) -> float:
         s = setup.shape
         whole, cut = 3 * s.hidden_size, 3 * s.ffn_size / setup.tensor_parallel
         expert = s.num_layers * s.num_experts * rank * (whole + cut) if "experts" in targets else 0.0
-    return (len(setup.adapters) + setup.more_slots) * (of_gpu.dense + expert) * SIZE[setup.dtype]
+    return (len(setup.adapters) + setup.more_slots) * (gpu_elements.dense + expert) * SIZE[setup.dtype]
 
 
 def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
@@ -362,7 +362,7 @@ def sync_time(
         passed = sent + shard
         over_links = passed * (num_trainers - 1) / num_trainers
     rounded = _layer_numbers(setup) if setup.weights == "fp8" else 0.0
-    found = SyncTime(
+    time = SyncTime(
         backend,
         send=over_links / link,
         copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_pieces(setup.shape, expert) / shard),
@@ -371,6 +371,6 @@ def sync_time(
         links_alone=shard / link,
     )
     if backend == "ipc" or rounded:
-        return found
+        return time
     changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # share of all bytes that is sent
     return replace(time, with_delta=time.total - time.send * (1 - changed) + 3 * sent / bandwidth)

@@ -206,7 +206,7 @@ class Evaluator:
         """
         episodes = self._draws(problems, repeat)
         self.play([(episodes, {})], "call", versions, None)
-        found: dict[str, list[float]] = {name: [] for name in problems}
+        correctness_of: dict[str, list[float]] = {name: [] for name in problems}
         for episode in episodes:
             outcome = self.team.outcome(episode)
             samples = [sample for each in episode.answers.values() for sample in each]

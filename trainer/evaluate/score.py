@@ -211,12 +211,12 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
             for kind in AtK.model_fields:
                 values: dict[int, Estimate] = getattr(estimates, kind)
                 note(f"{prefix}/{name}/{kind}_{max(values, default=0)}", values[max(values)] if values else None)
-        output_tokens = sum(used.output_tokens for used in each.usage.values())
-        metrics[f"{prefix}/tokens"] = output_tokens / max(1, each.num_episodes)
-    if found.league is not None:
-        elo = found.league.elo
+        output_tokens = sum(used.output_tokens for used in part.usage.values())
+        metrics[f"{prefix}/tokens"] = output_tokens / max(1, part.num_episodes)
+    if evaluation.league is not None:
+        elo = evaluation.league.elo
         metrics |= {"eval/league/elo": elo.mean, "eval/league/elo/low": elo.low, "eval/league/elo/high": elo.high}
-        note("eval/league/worst", found.league.worst)
+        note("eval/league/worst", evaluation.league.worst)
     return metrics
 
 
