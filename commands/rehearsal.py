@@ -340,7 +340,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         earns = literal(f"  {says}  reward {reward}{note}{trained}")
         nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:
-            nodes[uid].add(literal(f"it read: {sample.prompt_text}", "dim"))
+            nodes[uid].add(literal(f"prompt: {sample.prompt_text}", "dim"))
         if sample.rewritten:
             nodes[uid].add(literal(f"does not continue an earlier sample: {sample.rewritten}", "dim"))
         for turn in turns.get(uid, ()):

