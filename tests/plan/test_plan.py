@@ -187,7 +187,7 @@ WIDE = ["rollout.engines=10", "rollout.vllm.tensor_parallel=4", "rollout.vllm.qu
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", *WIDE)
-    said = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB rollout.vllm.kv_cache_mib"
+    said = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB; lower rollout.vllm.kv_cache_mib"
     assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
     assert not engine_memory(own, H100).fits  # below one sequence
