@@ -32,7 +32,7 @@ TESTS = (
     ("python -m venv .*", "test_an_environment_has_what_its_programs_import"),
     ("marsrl sft --config examples/.*", "test_a_clerk_is_taught_to_hand_off"),
     (
-        "python .* --config examples/(external/(open|lang|text|veri).*|own_environment/(run|league)).yaml",
+        "python .* --config examples/(external/(open|lang|text|veri|gym).*|own_environment/(run|league)).yaml",
         "test_a_program_is_trained_and_evaluated",
     ),
     (".* --config examples/teacher/.*", "test_the_teacher_examples_train_a_small_solver"),

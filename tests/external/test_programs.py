@@ -65,11 +65,15 @@ def settings_of(command: str, made: Made, model: Made) -> list[str]:
     _, _, option, path = shlex.split(command)
     written = yaml.safe_load((ROOT / path).read_text())
     words = [option, str(ROOT / path), *SMALL]
-    directory = model("bytes" if "openai_agents" in path or "textarena" in path else "words")
+    directory = model("bytes" if any(each in path for each in ("openai_agents", "textarena", "gym_sums")) else "words")
     for policy in {agent["policy"] for agent in written["agents"].values()}:
         words += [f"policies.{policy}.model={directory}", f"policies.{policy}.shape=null"]
     if python := written["external"].get("python"):
         words.append(f"external.python={made(python.removesuffix('/bin/python'))}/bin/python")
+    if "command" in written["external"]:
+        python, program = written["external"]["command"]
+        program = f"{(ROOT / path).parent}/{program}"
+        words.append(f"external.command=[{made(python.removesuffix('/bin/python'))}/bin/python, {program}]")
     return words
 
 
@@ -98,8 +102,9 @@ def hands_off_once(request: DecodeRequest) -> str:
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_trained_and_evaluated"))
 def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: Path, model: Made) -> None:
-    if "textarena" in command:
-        pytest.importorskip("textarena")
+    for example, package in (("textarena", "textarena"), ("gym_sums", "reasoning_gym")):
+        if example in command:
+            pytest.importorskip(package)
     words = [*settings_of(command, made, model), f"run.dir={tmp_path}", "run.name=played", TRAINS]
     engines = engines_are(saying(model("bytes"), hands_off_once)) if "openai_agents" in command else nullcontext()
     with engines:
@@ -120,8 +125,12 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
         case "openai_agents":
             check_handoffs(samples)
             assert row["clerk/actor/tokens"] > 0 and row["expert/actor/tokens"] > 0
-        case "verifiers_env":
+        case "verifiers_env" | "verifiers_process":
             assert calls == 4 == len(samples) and all(" c -" in sample.prompt for sample in samples)
+        case "gym_sums":  # all sessions of a problem get the same sum
+            assert calls == 4 == len(samples) and len({sample.prompt for sample in samples}) == 2
+            assert all("<answer>" in sample.prompt and "arithmetic problem" in sample.prompt for sample in samples)
+            assert {sample.reward for sample in samples} <= {0.0, 1.0}
         case "textarena_games":  # a model with random weights makes invalid moves, which lose the game
             assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {
                 -1.0
