@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import shlex
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -65,7 +67,9 @@ def settings_of(command: str, made: Made, model: Made) -> list[str]:
     _, _, option, path = shlex.split(command)
     written = yaml.safe_load((ROOT / path).read_text())
     words = [option, str(ROOT / path), *SMALL]
-    directory = model("bytes" if any(each in path for each in ("openai_agents", "textarena", "gym_sums")) else "words")
+    directory = model(
+        "bytes" if any(each in path for each in ("openai_agents", "textarena", "gym_sums", "openenv")) else "words"
+    )
     for policy in {agent["policy"] for agent in written["agents"].values()}:
         words += [f"policies.{policy}.model={directory}", f"policies.{policy}.shape=null"]
     if python := written["external"].get("python"):
@@ -80,8 +84,9 @@ def settings_of(command: str, made: Made, model: Made) -> list[str]:
 @pytest.mark.parametrize("command", run_by("test_an_environment_has_what_its_programs_import"))
 def test_an_environment_has_what_its_programs_import(command: str, made: Made) -> None:
     name = shlex.split(command)[3]
-    modules = "verifiers.v1" if "verifiers" in name else "agents, langgraph, langchain_openai"
-    subprocess.run([made(name) / "bin/python", "-c", f"import openai, {modules}"], check=True)
+    modules = {"verifiers": "verifiers.v1", "openenv": "openenv.core"}
+    imported = modules.get(Path(name).name, "agents, langgraph, langchain_openai")
+    subprocess.run([made(name) / "bin/python", "-c", f"import openai, {imported}"], check=True)
 
 
 @pytest.mark.parametrize("command", run_by("test_a_clerk_is_taught_to_hand_off"))
@@ -100,14 +105,40 @@ def hands_off_once(request: DecodeRequest) -> str:
     return "Answer: 6"
 
 
+@contextmanager
+def openenv_server(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The server of examples/external/, where OPENENV_URL says."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    words = [made("/tmp/openenv") / "bin/python", ROOT / "examples/external/openenv_server.py", str(port)]
+    with subprocess.Popen(words) as server:
+        try:
+            deadline = time.monotonic() + 300
+            while True:
+                with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+
+
 @pytest.mark.parametrize("command", run_by("test_a_program_is_trained_and_evaluated"))
-def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: Path, model: Made) -> None:
+def test_a_program_is_trained_and_evaluated(
+    command: str, made: Made, tmp_path: Path, model: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for example, package in (("textarena", "textarena"), ("gym_sums", "reasoning_gym")):
         if example in command:
             pytest.importorskip(package)
     words = [*settings_of(command, made, model), f"run.dir={tmp_path}", "run.name=played", TRAINS]
-    engines = engines_are(saying(model("bytes"), hands_off_once)) if "openai_agents" in command else nullcontext()
-    with engines:
+    around: AbstractContextManager[object] = nullcontext()
+    if "openai_agents" in command:
+        around = engines_are(saying(model("bytes"), hands_off_once))
+    elif "openenv" in command:
+        around = openenv_server(made, monkeypatch)
+    with around:
         run_here(words)
     run = RunDirectory(tmp_path / "played")
     samples, (row,) = samples_of(run), rows_of(run)
@@ -130,6 +161,10 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
         case "gym_sums":  # all sessions of a problem get the same sum
             assert calls == 4 == len(samples) and len({sample.prompt for sample in samples}) == 2
             assert all("<answer>" in sample.prompt and "arithmetic problem" in sample.prompt for sample in samples)
+            assert {sample.reward for sample in samples} <= {0.0, 1.0}
+        case "openenv":  # three guesses in one sample, but for a lucky one; the server's texts are foreign tokens
+            assert len(samples) == 4 < calls <= 12 and row["rollout/foreign_tokens"] > 0
+            assert all("Guess my number, from 0 to 9." in sample.prompt for sample in samples)
             assert {sample.reward for sample in samples} <= {0.0, 1.0}
         case "textarena_games":  # a model with random weights makes invalid moves, which lose the game
             assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {
