@@ -3,6 +3,7 @@
     GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and others: see APIS
+    POST /s/KEY/v1/...             the same, for programs that take a URL and no key; other keys are ignored
 
 An answer takes as long as the engines need, including the time of weight updates. Blanks, or comments in a stream, precede a late
 answer so that the client does not time out. A call without an answer fails or is cut off, and clients retry it.
@@ -14,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import secrets
 import sys
 import threading
@@ -44,6 +46,8 @@ _SHUTDOWN_S = 0.1  # time for pending requests at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse them, and a closed one costs a retry
 _BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and a rejected connection waits a second
 _ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_OF_SESSION = "/s/{key}"
+_KEY_IN_PATH = re.compile(r"^/s/[^/]*")
 _SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # how surrogates begin in JSON, or in UTF-8
 
 
@@ -78,8 +82,9 @@ def make_app(gateway: Gateway, key: str) -> web.Application:
     """Build the application. key: the workers' API key."""
     app = web.Application(middlewares=[_refusing], client_max_size=gateway.config.max_body_mib << 20)
     app[_GATEWAY], app[_KEY] = gateway, key
-    app.add_routes([web.get("/next", _hand_out), web.post("/end", _end), web.get("/v1/models", _models)])
-    app.add_routes([web.post(path, _call) for path in APIS])
+    app.add_routes([web.get("/next", _hand_out), web.post("/end", _end)])
+    for start in ("", _OF_SESSION):
+        app.add_routes([web.get(f"{start}/v1/models", _models), *(web.post(f"{start}{path}", _call) for path in APIS)])
     return app
 
 
@@ -91,12 +96,14 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
         return _error(request, error.status, str(error), error.code)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
         served = ", ".join(f"POST {path}" for path in APIS)
-        return _error(request, error.status, f"{request.method} {request.path} is unsupported; supported: {served}")
+        return _error(
+            request, error.status, f"{request.method} {_path_of(request)} is unsupported; supported: {served}"
+        )
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
         if not isinstance(error, CallLost):
-            _log.warning("%s fails: %r", request.path, error, exc_info=error)
+            _log.warning("%s fails: %r", _path_of(request), error, exc_info=error)
         return _error(request, 500, "internal error of the gateway; see the run's log")
 
 
@@ -105,7 +112,7 @@ def _error(request: web.Request, status: int, message: str, code: str | None = N
     headers = {"x-should-retry": "false"} if status == 429 else None
     kind = "invalid_request_error" if status < 500 else "server_error"
     error: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    if request.path.startswith("/v1/messages"):
+    if _path_of(request).startswith("/v1/messages"):
         kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
         error = {"type": "error", "error": {"type": kind, "message": message}}
     return web.json_response(error, status=status, headers=headers)
@@ -154,9 +161,9 @@ async def _call(request: web.Request) -> web.StreamResponse:
 
 async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
     """Send the answer, after keep-alive blanks if it is late, and record it as read. Cut off if there is none."""
-    api = APIS[request.path]
+    api = APIS[path := _path_of(request)]
     lineage, caller = names_of(request.headers)
-    digest = hashlib.blake2b(lineage.encode() + request.path.encode() + data, digest_size=16).digest()
+    digest = hashlib.blake2b(lineage.encode() + path.encode() + data, digest_size=16).digest()
     try:
         if any(mark in data for mark in _SURROGATES):  # lone surrogates cannot be tokenised
             json.dumps(body, ensure_ascii=False).encode()
@@ -213,7 +220,14 @@ def _is_disconnected(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
 
 
+def _path_of(request: web.Request) -> str:
+    """Return the path, as routes match it, without a session's key, which must not be logged."""
+    return _KEY_IN_PATH.sub("", request.rel_url.path_safe)
+
+
 def _key_of(request: web.Request) -> str:
+    if "key" in request.match_info:
+        return request.match_info["key"]
     bearer = request.headers.get("authorization", "")
     return bearer.removeprefix("Bearer ") if bearer else request.headers.get("x-api-key", "")
 

@@ -6,8 +6,8 @@
 
 A function is called with the problem and a client, once per session; sessions run concurrently, each in a thread, or
 as a task if the function is async. A command is started once per session, with the problem as JSON on its standard input, and
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment. If the last line that it prints
-is JSON, that counts as a function's return value:
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MARSRL_KEYED_URL in its environment. If the last line
+that it prints is JSON, that counts as a function's return value:
 
     None             the task judges the session's last answer
     "a text"         the task judges this answer
@@ -48,11 +48,13 @@ _MOST_SHOWN = 4000  # characters kept of an error
 class Client:
     """A session, as seen by a function.
 
-    base_url, api_key: for any OpenAI or Anthropic client. agents: names to send as the model.
+    base_url, api_key: for any OpenAI or Anthropic client. keyed_url: in place of both, for one that takes a URL and no key.
+    agents: names to send as the model.
     """
 
     def __init__(self, base_url: str, api_key: str, session: str, agents: list[str]) -> None:
         self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
+        self.keyed_url = f"{base_url[: -len('/v1')]}/s/{api_key}/v1"
 
     def chat(
         self, agent: str, messages: list[Any], headers: dict[str, str] | None = None, **more: Any
@@ -344,6 +346,7 @@ def command_of(words: list[str]) -> Callable[..., Any]:
         server = client.base_url[: -len("/v1")]
         environment = {**os.environ, "OPENAI_BASE_URL": client.base_url, "OPENAI_API_KEY": client.api_key}
         environment.update(ANTHROPIC_BASE_URL=server, ANTHROPIC_API_KEY=client.api_key)
+        environment["MARSRL_KEYED_URL"] = client.keyed_url
         environment.pop("MARSRL_WORKER_KEY", None)
         pipe = subprocess.PIPE
         process = subprocess.Popen(

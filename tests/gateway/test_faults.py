@@ -218,6 +218,47 @@ def test_rejected_requests_name_the_reason_and_the_run_goes_on(model: Path, tmp_
     assert {sample.uid: sample.reward.value for sample in group.samples} == rewards
 
 
+def test_a_url_with_the_key_needs_no_other_key(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All protocols, of which some clients send a placeholder; a wrong key gets no further, whatever else is sent."""
+    text = """
+    import http.client, json, urllib.parse
+    import httpx
+    from openai import OpenAI
+
+    def raw(client, path, body):  # httpx would normalise the path
+        line = http.client.HTTPConnection(urllib.parse.urlsplit(client.base_url).netloc)
+        line.request("POST", path, json.dumps(body), {"authorization": "Bearer " + client.api_key})
+        reply = line.getresponse()
+        return reply.status, json.loads(reply.read())
+
+    def run(problem, client):
+        chat = {"model": "solver", "messages": [{"role": "user", "content": problem.question}], "max_tokens": 8}
+        llm = OpenAI(base_url=client.keyed_url, api_key="EMPTY")
+        llm.chat.completions.create(**chat)
+        assert [model.id for model in llm.models.list()] == ["solver", "verifier"]
+        httpx.post(client.keyed_url + "/messages", json=chat, headers={"x-api-key": "EMPTY"}).raise_for_status()
+        refused = httpx.post(client.keyed_url + "/messages", json={**chat, "model": "nobody"}).json()
+        assert refused["type"] == "error" and refused["error"]["type"] == "not_found_error", refused
+        unknown = httpx.post(client.keyed_url + "/embeddings", json={}).json()["error"]["message"]
+        assert unknown.startswith("POST /v1/embeddings is unsupported") and client.api_key not in unknown
+        parts = client.api_key + "%2F", client.api_key[:-1]
+        for key in ("wrong", "None", "%2e%2e", "%00", "%F0%9F%90%8C", "%ff", "a" * 4000, *parts):
+            status, body = raw(client, f"/s/{key}/v1/chat/completions", chat)
+            assert (status, body["error"]["message"]) == (401, "the key belongs to no running session"), (key, body)
+        twice = f"/s/{client.api_key}/s/{client.api_key}/v1/messages"
+        for path in ("/s//v1/chat/completions", "/s/v1/chat/completions", twice):
+            assert raw(client, path, chat)[0] == 404, path
+        for path in ("next", "end", "v1/next", "v1/end"):
+            assert raw(client, f"/s/{client.api_key}/{path}", {})[0] == 404, path
+        return 1.0
+    """
+    config = rollout_config(prompts_per_step=1, group_size=1, **LONG)
+    with playing(model, config, program(tmp_path, text)) as played:
+        batch = played.batch()
+    assert batch.metrics["rollout/failed_episodes"] == 0, caplog.text
+    assert {sample.reward.value for group in batch.groups for sample in group.samples} == {1.0}
+
+
 class SolverLast(ScriptedEngine):
     """The Solver's last answer comes when its session asks the Verifier a second time. num_turns: of the Solver."""
 
