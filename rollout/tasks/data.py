@@ -16,6 +16,7 @@ from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
+from marsrl.rollout.tasks.harbor import harbor_problems
 from marsrl.rollout.tasks.placeholders import is_placeholder, shared
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.types import Problem
@@ -52,8 +53,10 @@ def read_problems(
     """Read all problems of a file or dataset directory. Keys not given are inferred from the first readable row.
 
     Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are
-    skipped and counted, unless on_placeholder keeps them.
+    skipped and counted, unless on_placeholder keeps them. A folder of Harbor's tasks has their names as ids.
     """
+    if tasks := harbor_problems(Path(path), task):
+        return ReadResult(tuple(tasks), 0)
     problems: list[Problem] = []
     placeholders: Counter[str] = Counter()
     num_bad, first = 0, "the file is empty"
