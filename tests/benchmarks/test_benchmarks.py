@@ -221,3 +221,12 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
     else:
         assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl", "delta"]
         assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_sleeping_engine_receives_weights_each_round(tmp_path: Path) -> None:
+    file = tmp_path / "asleep.json"
+    done = call(str(BENCHMARKS / "asleep.py"), "--tiny", "--folder", str(tmp_path / "asleep"), "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rounds = json.loads(file.read_text())["rounds"]
+    assert len(rounds) == 3 and all(each["sent_bytes"] > 0 and each["sleep_s"] > 0 for each in rounds)

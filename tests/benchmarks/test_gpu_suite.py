@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from scripts import BENCHMARKS, ROOT
+from scripts import BENCHMARKS, ROOT, call
 
 BARE = (
     "torch", "torchgen", "functorch", "triton", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx",
@@ -19,7 +21,7 @@ BARE = (
 """torch, triton and numpy, with their requirements."""
 
 
-ONLY = ("surroundings", "first steps", "real team, local", "group advantage")
+ONLY = ("surroundings", "group advantage", "first steps, local", "real team, local")
 CASES = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -55,7 +57,10 @@ def test_the_team_of_a_pretrained_model_needs_the_model(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run some parts on the CPU. Skipped parts name every missing module. Every case can be imported."""
+    """Run some parts on the CPU, in two calls; the first is killed when it has a result.
+
+    Skipped parts name every missing module. Every case can be imported.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_suite as suite
 
@@ -70,19 +75,44 @@ def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, mon
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "made_up_peer-1.0-py3-none-any.whl", "w") as archive:
         archive.writestr("made_up_peer/__init__.py", "NAME = 'made up'\n")
-        archive.writestr("made_up_peer-1.0.dist-info/METADATA", "Name: made-up-peer\nVersion: 1.0\n")
-    words = [bare_python, str(BENCHMARKS / "gpu_suite.py"), "--device", "cpu", "--quick", "--out", str(out)]
-    words += ["--wheels", str(wheels), "--commit", "abc123", "--only", *ONLY]
+        archive.writestr("made_up_peer/weights.bin", random.Random(0).randbytes(3 << 19))
+    assert call(str(BENCHMARKS / "carry.py"), "--out", str(tmp_path), "--piece-mib", "1", str(wheels)).returncode == 0
+    first, second = sorted(tmp_path.glob("wheels.zip.*"))
+    there, earlier = tmp_path / "there", tmp_path / "results.tar.gz"
+    there.mkdir()
+    words = [bare_python, str(BENCHMARKS / "gpu_suite.py"), "--device", "cpu", "--quick", "--wheels", str(there)]
+    words += ["--commit", "abc123", "--resume", str(earlier), "--only", *ONLY, "--out"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+
+    shutil.copy(first, there)
+    killed = subprocess.Popen(
+        [*words, str(tmp_path / "cut")], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
+    assert killed.stdout is not None
+    with killed.stdout:
+        assert next(killed.stdout) == "not unpacked: wheels.zip: expected 2 pieces; missing 2\n"
+        printed = [next(killed.stdout), next(killed.stdout)]
+        assert "surroundings" in printed[1], printed
+        while not (tmp_path / "cut" / "report.md").exists():
+            time.sleep(0.05)
+        killed.kill()
+        killed.wait()
+    shutil.copy(tmp_path / "cut" / "results.tar.gz", earlier)
+    shutil.unpack_archive(earlier, tmp_path / "before")
+    before = json.loads((tmp_path / "before" / "results" / "suite.json").read_text())["parts"]
+
+    shutil.copy(second, there)
+    done = subprocess.run([*words, str(out)], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (there / "site-packages" / "made_up_peer" / "__init__.py").exists()
     assert sorted(file.name for file in out.iterdir()) == ["report.md", "results.tar.gz"]
     shutil.unpack_archive(out / "results.tar.gz", tmp_path)
     found = json.loads((tmp_path / "results" / "suite.json").read_text())["parts"]
-    planned = [part for part in suite.parts("cpu", True, tmp_path, tmp_path) if part.name in ONLY]
-    assert [part["name"] for part in found] == [part.name for part in planned] and len(planned) == len(ONLY)
-    for part, outcome in zip(planned, found, strict=True):
-        missing = [name for name in part.modules if name != "jinja2"]
+    assert found[: len(before)] == before and before[0]["name"] == "surroundings"
+    every = {part.name: part for part in suite.parts("cpu", True, tmp_path, tmp_path)}
+    assert [part["name"] for part in found] == list(ONLY)
+    for outcome in found:
+        missing = [name for name in every[outcome["name"]].modules if name != "jinja2"]
         expected = ("skipped", f"missing module {', '.join(missing)}") if missing else ("ok", "")
         assert (outcome["status"], outcome["reason"]) == expected, outcome
     report = (out / "report.md").read_text()
@@ -91,3 +121,23 @@ def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, mon
     environment["PYTHONPATH"] = str(suite.folder_with_marsrl(tmp_path / "linked"))
     done = subprocess.run([bare_python, "-c", CASES, str(BENCHMARKS)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+def test_skipped_parts_run_again_and_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_suite as suite
+
+    results, out = tmp_path / "results", tmp_path / "out"
+    results.mkdir()
+    out.mkdir()
+    names = {"ok": "tests", "skipped": "first steps, vllm", "timeout": "headline"}
+    outcomes = [
+        {"name": name, "status": status, "seconds": 1.0, "reason": "", "log": ""} for status, name in names.items()
+    ]
+    suite.pack(results, out, {"device": "cuda", "commit": "abc", "before": "", "after": "", "parts": outcomes})
+    again = tmp_path / "again" / "results"
+    again.mkdir(parents=True)
+    kept = suite.earlier(out / "results.tar.gz", again, "cuda", "abc")["parts"]
+    assert [part["name"] for part in kept] == ["tests", "headline"] and (again / "report.md").exists()
+    with pytest.raises(ValueError, match="has --commit abc, not None; start anew without --resume"):
+        suite.earlier(out / "results.tar.gz", again, "cuda", None)
