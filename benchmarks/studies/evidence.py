@@ -1,4 +1,4 @@
-"""Studies of docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
+"""Studies of docs/evidence.md: the papers' claims, and our own, beside the results of teams that a CPU trains in minutes.
 
     python benchmarks/studies/evidence.py                       writes the page from existing results; lists what is missing
     python benchmarks/studies/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
@@ -27,13 +27,16 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from arms import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
+import kuhn
+import toll
+from arms import FIVE, FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 from evidence_page import PAGE, ROOT, Result, Results, page
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
 TRAINS = ("kernels", "rollout", "trainer", "commands", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
 WRITTEN = ("benchmarks/results", "docs")  # written by this command; these cannot change a number
+GAMES = {"kuhn": kuhn.GAME, "toll": toll.GAME}
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class Job:
     @property
     def settings(self) -> list[str]:
         """Settings of the training; for an evaluation, settings of its foreign Solver."""
+        if self.study in GAMES:
+            game = GAMES[self.study]
+            return [*game.settings, *game.arms[self.arm], f"run.seed={self.seed}"]
         if self.study != "foreign":
             study = STUDIES[self.study]
             return [f"preset={study.preset}", f"run.seed={self.seed}", *study.arms[self.arm].settings]
@@ -68,6 +74,8 @@ def every_job(only: Sequence[str]) -> list[Job]:
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():
             jobs += [Job(name, arm, seed) for arm, arm_settings in study.arms.items() if seed < arm_settings.num_seeds]
+        for name, game in GAMES.items():
+            jobs += [Job(name, arm, seed) for arm in game.arms if seed < FIVE]
         jobs += [Job("foreign", arm, seed) for arm in FOREIGN if seed < FOREIGN_SEEDS]
     return [job for job in jobs if not only or job.study in only]
 
@@ -120,7 +128,11 @@ class Runner:
     def all(self, jobs: Sequence[Job]) -> None:
         """Run the warm starts, once each, then the trainings, then the evaluations that need them."""
         self._at_once(partial(self._make, settings) for settings in self._warm_starts(jobs))
-        trainings = [job for job in jobs if job.study != "foreign"]
+        played = [job for job in jobs if job.study in GAMES]
+        starts = dict.fromkeys((job.study, job.seed) for job in played)
+        self._at_once(partial(self._call, self._game(*start)) for start in starts)
+        self._at_once(partial(self.play, job) for job in played)
+        trainings = [job for job in jobs if job.study in STUDIES]
         for job in jobs:
             whole_job = Job("marsrl", "whole", job.seed)
             if job.study == "foreign" and whole_job not in trainings and not (self.runs / whole_job.name).exists():
@@ -144,6 +156,8 @@ class Runner:
 
         starts = {}
         for job in jobs:
+            if job.study in GAMES:
+                continue
             settings = [*job.settings, *self.more]
             config, _ = read_config(None, settings)
             for policy in config.policies.values():
@@ -187,6 +201,22 @@ class Runner:
         except RuntimeError as error:  # A training that stops is a result: it is reported, but enters no mean.
             self._keep(job, start, {}, stopped=str(error))
 
+    def _game(self, study: str, seed: int, *arms: str) -> list[str]:
+        """Return the arguments for a game's script: trainings of these arms, or without any the seed's start alone."""
+        folder = self.runs / study
+        return [str(GAMES[study].file), "--folder", str(folder), "--seeds", str(seed), "--arms", *arms]
+
+    def play(self, job: Job) -> None:
+        """Train a game's arm, and keep what its script measures."""
+        game, start = GAMES[job.study], time.monotonic()
+        shutil.rmtree(self.runs / job.study / game.run_name(job.arm, job.seed), ignore_errors=True)
+        try:
+            output, usage = self._call(self._game(job.study, job.seed, job.arm))
+            measured = json.loads(output.strip().rpartition("\n")[2])
+            self._keep(job, start, measured["found"] | usage, curves=measured["curves"])
+        except RuntimeError as error:
+            self._keep(job, start, {}, stopped=str(error))
+
     def evaluate(self, job: Job) -> None:
         """Measure the foreign team's accuracy, its Solver's first answers in the same episodes, and the gain by the others."""
         from marsrl.trainer.report.summary import Evaluation
@@ -215,13 +245,22 @@ class Runner:
         alone, system = evaluation.alone.mean, evaluation.system.mean
         self._keep(job, start, {**numbers, "alone": alone, "added": system - alone})
 
-    def _keep(self, job: Job, start: float, found: dict[str, float], stopped: str | None = None) -> None:
+    def _keep(
+        self,
+        job: Job,
+        start: float,
+        found: dict[str, float],
+        stopped: str | None = None,
+        curves: dict[str, list[float | None]] | None = None,
+    ) -> None:
         from marsrl.trainer.machine import LIBRARIES, device_name, library_versions
         from marsrl.trainer.runs.directory import write_atomically
 
         seconds = round(time.monotonic() - start, 1)
         around = {"device": device_name(), "load": os.getloadavg()[0], "versions": library_versions(LIBRARIES)}
-        result = Result(job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around)
+        result = Result(
+            job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around, curves or {}
+        )
         write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
         print(f"{job.name}: {stopped or _line(found)}, {seconds:.0f} s", flush=True)
 
@@ -237,7 +276,9 @@ def warm_started(settings: Sequence[str]) -> Path:
 
 
 def _line(found: dict[str, float]) -> str:
-    return ", ".join(f"{name} {found[name]:.3f}" for name in ("system", "solver", "alone") if name in found)
+    return ", ".join(
+        f"{name} {found[name]:.3f}" for name in ("system", "solver", "alone", "last", "return") if name in found
+    )
 
 
 def plan(jobs: Sequence[Job], results: Results) -> str:
@@ -253,7 +294,9 @@ def plan(jobs: Sequence[Job], results: Results) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="train what is missing")
-    parser.add_argument("--only", nargs="+", default=[], choices=[*STUDIES, "foreign"], help="some of the studies")
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=[*STUDIES, *GAMES, "foreign"], help="some of the studies"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--warm-start", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -33,7 +33,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: dict[str, list[float | None]] = field(default_factory=dict)  # kept to read older results
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # over a game's checkpoints
 
 
 Results = Mapping[tuple[str, str, int], Result]
@@ -43,12 +43,13 @@ Results = Mapping[tuple[str, str, int], Result]
 class Claim:
     """Table of a section. groups: arms to compare, the first of a group with each other arm.
 
-    columns: {number of a result: heading}; the first has its interval over seeds, and is compared.
+    columns: {number of a result: heading}; the first ones, `num_compared`, have their intervals over seeds, and are compared.
     """
 
     study: str
     groups: tuple[tuple[str, ...], ...]
     columns: Mapping[str, str]
+    num_compared: int = 1
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
@@ -71,27 +72,32 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
 
 
 def table(claim: Claim, results: Results) -> str:
-    """Return Markdown with means of all columns over seeds, and the first column's difference to the group's first arm."""
-    first = next(iter(claim.columns))
-    headings = ["", "seeds", *claim.columns.values(), "difference"]
+    """Return Markdown with means of all columns over seeds, and the compared columns' differences to the group's first arm."""
+    compared = [*claim.columns][: claim.num_compared]
+    differences = [f"difference, {claim.columns[name]}" for name in compared] if len(compared) > 1 else ["difference"]
+    headings = ["", "seeds", *claim.columns.values(), *differences]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for group in claim.groups:
         for arm in group:
-            by_seed = values(claim, arm, first, results)
-            if not by_seed:
+            by_seed = {name: values(claim, arm, name, results) for name in compared}
+            num_seeds = len(by_seed[compared[0]])
+            if not num_seeds:
                 lines.append(f"| {arm} | not run |" + " |" * (len(headings) - 2))
                 continue
             stopped = sum(
                 result.stopped is not None for key, result in results.items() if key[:2] == (claim.study, arm)
             )
-            seeds = f"{len(by_seed)}" + (f" ({stopped} stopped)" if stopped else "")
-            mean, half = interval(list(by_seed.values()))
-            cells = [
-                _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
-                *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
+            seeds = f"{num_seeds}" + (f" ({stopped} stopped)" if stopped else "")
+            cells = []
+            for name in claim.columns:
+                cells.append(_mean(claim, arm, name, results))
+                if name in compared and num_seeds > 1:
+                    cells[-1] += f" ± {_short(interval([*by_seed[name].values()])[1])}"
+            against = [
+                "–" if arm == group[0] else difference(by_seed[name], values(claim, group[0], name, results))
+                for name in compared
             ]
-            against = "–" if arm == group[0] else difference(by_seed, values(claim, group[0], first, results))
-            lines.append(f"| {' | '.join([arm, seeds, *cells, against])} |")
+            lines.append(f"| {' | '.join([arm, seeds, *cells, *against])} |")
     return "\n".join(lines)
 
 
@@ -200,6 +206,28 @@ CLAIMS = {
             "cpu_seconds": "CPU seconds",
             "peak_bytes": "bytes of memory",
         },
+    ),
+    "A pull to an earlier policy in self-play": Claim(
+        "kuhn",
+        (("none", "std", "start", "anchor"), ("start", "anchor")),
+        {
+            "last": "last quarter",
+            "average": "average policy",
+            "start": "before",
+            "illegal": "illegal mass",
+        },
+        num_compared=2,
+    ),
+    "Credit for single turns": Claim(
+        "toll",
+        (("none", "std", "turns", "summed means"),),
+        {
+            "return": "return",
+            "hints": "hints",
+            "variance": "variance",
+            "hints_before": "hints before",
+        },
+        num_compared=3,
     ),
 }
 """{heading of the page: its table}"""

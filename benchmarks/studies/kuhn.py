@@ -1,29 +1,28 @@
 """Kuhn poker in self-play: how far a policy of 12 decision points is from an equilibrium, computed exactly.
 
-    python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 60 steps each
-    python benchmarks/studies/kuhn.py --folder /tmp/kuhn --arms none anchor --seeds 0 --steps 3 [key.sub=value ...]
+    python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 80 steps each
+    python benchmarks/studies/kuhn.py --folder /tmp/kuhn --arms none anchor --seeds 0 run.steps=3
 
 Each player antes 1 and gets one of the cards 1, 2, 3. A move is a digit: 1 bets 1 (or calls a bet), 0 checks (or folds). Both
-players share one policy. It starts as a small random model that has imitated both moves equally often, at every decision point.
-Exploitability is what a best response wins from the policy, mean of both seats: .4583 for even moves, 0 in an equilibrium.
-An arm's checkpoints are scored with transformers; the report has their last quarter, and the average policy of all checkpoints.
+players share one policy. It starts as a small random model that has imitated bets in 1, 2 or 3 of 4 games, by decision point.
+Exploitability is what a best response wins from the policy, mean of both seats: .4583 at the start, 0 in an equilibrium.
+The report has the last quarter of an arm's checkpoints, and the average policy of all.
+
+The learning rate was chosen on seed 5, which is not in the study, from the steadiness of the curves of `none` and `anchor`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
+
+from games import Chat, Game, Measured, alternating, main, next_words
 
 from marsrl.rollout.tasks.own_task import OwnTask
 
-MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 DEALS = tuple(permutations((1, 2, 3), 2))
 POINTS = tuple((card, history) for history in ("", "0", "1", "01") for card in (1, 2, 3))
 """Decision points: the player's card and the moves so far. The first player decides after an even number of moves."""
@@ -100,124 +99,60 @@ class Kuhn:
         return {other: text if other == "first" else f"{self.deal[1]}{text}"}
 
 
-def chat(card: int, history: str) -> list[dict[str, str]]:
+def chat(card: int, history: str) -> Chat:
     """Return the chat of the player who decides, as the environment conducts it."""
-    if history == "01":
-        texts = [str(card), "0", "1"]
-    else:
-        texts = [f"{card}{history}"]
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return alternating([str(card), "0", "1"] if history == "01" else [f"{card}{history}"])
 
 
 def scored(model: Path) -> tuple[Bets, float]:
     """Score both moves at each decision point: (bets among legal moves, largest probability of other tokens)."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from marsrl.rollout.agents.render import ChatRenderer
-
-    renderer, network = ChatRenderer(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    moves = [int(renderer.encode_trusted(move)[0]) for move in "01"]
-    bets: dict[tuple[int, str], float] = {}
-    illegal = 0.0
-    for point in POINTS:
-        ids = torch.from_numpy(renderer.render(chat(*point))[0]).long()[None]
-        with torch.no_grad():
-            check, bet = network(ids).logits[0, -1].double().softmax(-1)[moves].tolist()
-        bets[point] = bet / (check + bet)
-        illegal = max(illegal, 1 - check - bet)
-    return bets, illegal
+    moves = next_words(model, [chat(*point) for point in POINTS], "01")
+    bets = {point: bet / (check + bet) for point, (check, bet) in zip(POINTS, moves, strict=True)}
+    return bets, max(1 - check - bet for check, bet in moves)
 
 
-KL = ("loss.kl=k3", "loss.kl_coef=0.2")
-ARMS = {
-    "std": (),
-    "none": ("credit.std=none",),
-    "start": ("credit.std=none", *KL, "policies.main.reference=start"),
-    "anchor": ("credit.std=none", *KL, "policies.main.reference=past", "policies.main.reference_every=10"),
+def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
+    """Score a training's policies; the first is the start, which counts in the average policy alone."""
+    policies, illegal = zip(*map(scored, models), strict=True)
+    curve = [exploitability(bets) for bets in policies]
+    num_last = max(1, (len(policies) - 1) // 4)
+    numbers = {
+        "start": curve[0],
+        "last": fmean(curve[-num_last:]),
+        "average": exploitability(average(policies)),
+        "illegal": max(illegal[-num_last:]),
+    }
+    return numbers, {"exploitability": [*curve]}
+
+
+START = {
+    (card, history): (card + turn) % 3 + 1 for turn, history in enumerate(("", "0", "1", "01")) for card in (1, 2, 3)
 }
-
-
-def settings(folder: Path, model: Path) -> list[str]:
-    """Return the settings of all arms, of the imitation too."""
-    return [
-        f"task={__file__}:Deals", f"data.demonstrations={folder / 'moves.jsonl'}", "orchestration=external",
-        f"external.environment={__file__}:Kuhn", f"run.dir={folder}", "run.evaluate=false",
-        f"policies.main={{model: {model}, dtype: float32, optimizer: {{lr: 0.001}}}}",
+"""Bets in four games that the start has imitated. With even moves it ignores cards, and RL moves all points together."""
+KL = ("loss.kl=k3", "loss.kl_coef=0.2")
+GAME = Game(
+    file=Path(__file__).resolve(),
+    task="Deals",
+    environment="Kuhn",
+    settings=(
+        "policies.main={dtype: float32, optimizer: {lr: 3.0e-4}}",
         "agents={first: {policy: main, max_input_tokens: 64}, second: {policy: main, max_input_tokens: 64}}",
-        "rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=6", "rollout.group_size=16",
-        "rollout.max_response_tokens=64", "mpt.scope=off", "run.token_log_every=0", "run.checkpoint_every=3",
-        "run.keep_checkpoints=1000",
+        "rollout.prompts_per_step=6", "rollout.max_response_tokens=64", "run.steps=80", "run.checkpoint_every=4",
         "sft={epochs: 100, batch: 24, lr: 0.003, held_out: 0}",
-    ]  # fmt: skip
-
-
-def start(folder: Path, seed: int) -> Path:
-    """Write a model that plays both moves about equally often; returns its directory."""
-    from marsrl.trainer.models.init_model import init_model
-
-    lines = [
+    ),
+    arms={
+        "none": ("credit.std=none",),
+        "std": ("credit.std=biased",),
+        "start": ("credit.std=none", *KL, "policies.main.reference=start"),
+        "anchor": ("credit.std=none", *KL, "policies.main.reference=past", "policies.main.reference_every=20"),
+    },
+    demonstrations=tuple(
         {"agent": "first" if len(point[1]) % 2 == 0 else "second",
          "messages": [*chat(*point), {"role": "assistant", "content": move}]}
-        for point in POINTS for move in "01"
-    ]  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "moves.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    model = init_model("tiny", "bytes", folder / f"random{seed}", seed)
-    command = [sys.executable, "-m", "marsrl.commands.cli", "sft", *settings(folder, model)]
-    subprocess.run([*command, f"run.seed={seed}", f"run.name=start{seed}"], check=True, stdout=subprocess.DEVNULL)
-    return folder / f"start{seed}" / "hf"
-
-
-def train(folder: Path, arm: str, seed: int, more: Sequence[str], model: Path) -> dict[str, float]:
-    """Train an arm and return its numbers."""
-    from marsrl.commands.models.export import export
-
-    name = f"{arm}{seed}"
-    command = [sys.executable, str(MAIN), *settings(folder, model), *ARMS[arm], *more]
-    subprocess.run([*command, f"run.seed={seed}", f"run.name={name}"], check=True, stdout=subprocess.DEVNULL)
-    checkpoints = sorted((folder / name / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    found = [scored(model)]
-    for checkpoint in checkpoints:
-        export(checkpoint, folder / name / "exported" / checkpoint.name)
-        found.append(scored(folder / name / "exported" / checkpoint.name))
-    policies = [bets for bets, _ in found]
-    last = found[-max(1, len(checkpoints) // 4) :]
-    return {
-        "start": exploitability(policies[0]),
-        "last": fmean(exploitability(bets) for bets, _ in last),
-        "average": exploitability(average(policies)),
-        "illegal": max(illegal for _, illegal in last),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="new directory for models and runs")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="of every training")
-    words = parser.parse_intermixed_args()
-    more = [f"run.steps={words.steps}", *words.settings]
-    folder, records = words.folder.absolute(), list[dict[str, Any]]()
-    for seed in words.seeds:
-        model = start(folder, seed)
-        for arm in words.arms:
-            records.append({"arm": arm, "seed": seed, **train(folder, arm, seed, more, model)})
-            print(json.dumps(records[-1]), flush=True)
-            if words.json:
-                words.json.write_text(json.dumps(records, indent=1))
-    for arm in words.arms:
-        own = [each for each in records if each["arm"] == arm]
-        shown = (
-            f"{name} {fmean(e[name] for e in own):.3f} ± {pstdev(e[name] for e in own):.3f}"
-            for name in own[0]
-            if name not in ("arm", "seed")
-        )
-        print(f"{arm}: {', '.join(shown)}")
-
+        for point, bets in START.items() for move in "1" * bets + "0" * (4 - bets)
+    ),
+    measure=measure,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    main(GAME, __doc__)

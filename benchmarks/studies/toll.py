@@ -1,0 +1,144 @@
+"""A toll for hints: does a policy learn when to pay, with credit for whole sessions and for single turns?
+
+    python benchmarks/studies/toll.py --folder runs/toll                       # 4 arms, 5 seeds, 16 steps each
+    python benchmarks/studies/toll.py --folder /tmp/toll --arms none turns --seeds 0 run.steps=3
+
+A question is two digits; one of them, unknown, is the answer and pays 1. A turn is one token: a digit ends the session, "?" costs
+0.1 and is answered with the answer. The fourth "?" ends the session. Without hints a session returns 0.5 at best; with one, 0.9.
+The policy starts as a small random model that has imitated a hint in a third of the sessions, and often ignores what it is told.
+
+Return and hints are exact for held-out questions, from the policy's probabilities of "?" and of the answer at each turn. The
+variance of an arm's advantages is divided by that of the advantages that `none` has for the same sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, pvariance
+from typing import Any
+
+from games import Chat, Game, Measured, alternating, main, next_words
+
+from marsrl.rollout.tasks.own_task import OwnTask
+
+HINT, COST, MOST = "?", 0.1, 4
+QUESTIONS = [f"{a}{b}" for a in range(6) for b in range(6) if a != b]
+HELD_OUT = QUESTIONS[3::4]
+TAUGHT = [question for question in QUESTIONS if question not in HELD_OUT]
+
+
+class Questions(OwnTask):
+    """Questions with either digit as the answer."""
+
+    def problems(self) -> list[tuple[str, str | None]]:
+        return [(f"{question}, {answer}", answer) for question in TAUGHT for answer in question]
+
+    def held_out(self) -> list[tuple[str, str | None]]:
+        return [(f"{question}, {answer}", answer) for question in HELD_OUT for answer in question]
+
+
+class Toll:
+    """Environment with one agent."""
+
+    max_tokens = 1
+
+    def reset(self, problem: Any) -> str:
+        self.answer, self.hints = problem.answer, 0
+        return str(problem.question[:2])
+
+    def step(self, text: str) -> Any:
+        if text != HINT:
+            return float(text == self.answer)
+        self.hints += 1
+        return (self.answer if self.hints < MOST else 0.0), -COST
+
+
+def chat(question: str, answer: str, hints: int) -> Chat:
+    """Return the chat after this number of hints, as the environment conducts it."""
+    return alternating([question, *[HINT, answer] * hints])
+
+
+def outlook(turns: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return (expected return, expected hints) of a session. turns: probabilities of the hint and of the answer at each turn."""
+    gain, hints, reach = 0.0, 0.0, 1.0
+    for hint, right in turns:
+        gain += reach * (right - COST * hint)
+        hints += reach * hint
+        reach *= hint
+    return gain, hints
+
+
+def scored(model: Path) -> tuple[float, float]:
+    """Return (return, hints) of a session, exact means over held-out problems."""
+    problems = [(question, answer) for question in HELD_OUT for answer in question]
+    found = []
+    for question, answer in problems:
+        chats = [chat(question, answer, hints) for hints in range(MOST)]
+        found.append(outlook((p[0], p[1]) for p in next_words(model, chats, [HINT, answer])))
+    return fmean(gain for gain, _ in found), fmean(hints for _, hints in found)
+
+
+def session(text: str, reward: float) -> list[float]:
+    """Return the rewards of a logged session's turns, from all that was said after the question and the whole reward."""
+    hints = text.count(HINT)
+    return [-COST] * hints + ([reward + COST * hints] if hints < MOST else [])
+
+
+def variances(groups: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
+    """Return the variance over all turns of each arm's advantages, from groups of sessions."""
+    from turn_credit import group_std, leave_one_out, ours, summed_means
+
+    estimators = {"none": leave_one_out, "std": group_std, "turns": ours, "summed means": summed_means}
+    return {
+        arm: pvariance([each for group in groups for own in estimator(group) for each in own])
+        for arm, estimator in estimators.items()
+    }
+
+
+def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
+    """Score a training's policies. variance: of the arm's advantages over that of `none`'s, mean over its steps."""
+    from marsrl.trainer.report.samples_log import read_samples
+
+    gains, hints = zip(*map(scored, models), strict=True)
+    ratios = []
+    for file in (run / "samples").glob("step_*.parquet"):
+        groups: dict[str, list[list[float]]] = {}
+        for sample in read_samples(file):
+            if sample.reward is not None:
+                groups.setdefault(sample.group_id, []).append(session(sample.text, sample.reward))
+        found = variances([*groups.values()])
+        if found["none"]:
+            ratios.append(found[arm] / found["none"])
+    numbers = {"return": gains[-1], "hints": hints[-1], "variance": fmean(ratios)}
+    numbers |= {"return_before": gains[0], "hints_before": hints[0]}
+    return numbers, {"return": [*gains], "hints": [*hints]}
+
+
+GAME = Game(
+    file=Path(__file__).resolve(),
+    task="Questions",
+    environment="Toll",
+    settings=(
+        "policies.main={dtype: float32, optimizer: {lr: 3.0e-4}}",
+        "agents={solver: {policy: main, max_input_tokens: 64}}", "loss.aggregation=token",
+        "rollout.prompts_per_step=6", "rollout.max_response_tokens=256", "run.steps=16", "run.checkpoint_every=4",
+        "sft={epochs: 25, batch: 48, lr: 0.003, held_out: 0}",
+    ),
+    arms={
+        "none": ("credit.std=none",),
+        "std": ("credit.std=biased",),
+        "turns": ("credit.std=none", "credit.turns=returns"),
+        "summed means": ("credit.std=none", "credit.turns=returns"),
+    },
+    demonstrations=tuple(
+        {"agent": "solver", "messages": [*chat(question, answer, hints), {"role": "assistant", "content": word}]}
+        for question in TAUGHT for answer in question for hints in range(MOST - 1)
+        for word in ([HINT, *question] if hints == 0 else [HINT, answer, answer, answer])
+    ),
+    measure=measure,
+    programs={"summed means": Path(__file__).with_name("summed_means.py")},
+)  # fmt: skip
+
+if __name__ == "__main__":
+    main(GAME, __doc__)
