@@ -10,6 +10,7 @@ from typing import Any
 import arms
 import evidence
 import evidence_page
+import games
 import pytest
 from evidence import Job, Runner
 from evidence_page import Claim, Result
@@ -30,6 +31,19 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
         assert [other for other in configs if configs[other] == config] == [arm]
         assert {*study.agents, *study.evaluated} <= set(config.agents)
         assert {policy.dtype for policy in config.policies.values()} == {"float32"}  # not the default of a lost base
+
+
+@pytest.mark.parametrize("name", evidence.GAMES)
+def test_every_arm_of_a_game_is_accepted(name: str, tmp_path: Path) -> None:
+    game = evidence.GAMES[name]
+    trainings = []
+    for arm in game.arms:
+        paths = [f"task={game.file}:{game.task}", f"external.environment={game.file}:{game.environment}"]
+        settings = [*games.SETTINGS, *game.settings, *game.arms[arm], *paths, f"policies.main.model={tmp_path}"]
+        config, _ = read_config(None, settings)
+        assert config.policies["main"].dtype == "float32"
+        trainings.append((config, game.programs.get(arm)))
+    assert [trainings.count(training) for training in trainings] == [1] * len(game.arms)
 
 
 def test_claims_and_arms_that_are_run_correspond() -> None:
@@ -58,6 +72,20 @@ def test_a_table_tells_arms_apart_seed_by_seed() -> None:
     results |= dict(result("gate off", seed, value) for seed, value in enumerate((0.9, 0.3, 0.6, None)))
     off = evidence_page.table(CLAIM, results).splitlines()[-2]
     assert "(1 stopped)" in off and off.count("±") == 2 and "**" not in off
+
+
+def test_a_table_compares_several_columns() -> None:
+    claim = replace(
+        CLAIM, groups=(("whole", "gate off"),), columns={"system": "team", "solver": "Solver"}, num_compared=2
+    )
+    results = {}
+    for seed in range(3):
+        for arm, found in (("whole", {"solver": 0.2}), ("gate off", {"solver": 0.3 + 0.001 * (seed - 1)})):
+            key, each = result(arm, seed, 0.5)
+            results[key] = replace(each, found=each.found | found)
+    heading, _, _, off = evidence_page.table(claim, results).splitlines()
+    assert heading == "|  | seeds | team | Solver | difference, team | difference, Solver |"
+    assert off == "| gate off | 3 | .500 ± 0 | .300 ± .002 | +0 ± 0 | **+.100 ± .002** |"
 
 
 def test_a_clean_result_is_kept_until_its_settings_change() -> None:
