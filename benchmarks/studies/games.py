@@ -114,14 +114,17 @@ def alternating(texts: Sequence[str]) -> Chat:
 
 def main(game: Game, description: str | None) -> None:
     """Train arms and seeds, and print a line of JSON for each."""
+    from marsrl.trainer.machine import LIBRARIES, commit, device_name, library_versions
+
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="directory for models and runs")
     parser.add_argument("--arms", nargs="*", choices=game.arms, default=list(game.arms), help="none: make the starts")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument("--json", type=Path, help="write all numbers, with commit and versions")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="of every training")
     options = parser.parse_intermixed_args()
     folder, records = options.folder.absolute(), list[dict[str, Any]]()
+    around = {"device": device_name(), "versions": library_versions(LIBRARIES), "commit": commit()}
     for seed in options.seeds:
         start(game, folder, seed)
         for arm in options.arms:
@@ -129,4 +132,6 @@ def main(game: Game, description: str | None) -> None:
             records.append({"arm": arm, "seed": seed, "found": found, "curves": curves})
             print(json.dumps(records[-1]), flush=True)
             if options.json:
-                options.json.write_text(json.dumps(records, indent=1))
+                options.json.write_text(
+                    json.dumps({**around, "settings": [*game.settings, *options.settings], "trainings": records}) + "\n"
+                )

@@ -1,7 +1,7 @@
 """Kuhn poker in self-play: how far a policy of 12 decision points is from an equilibrium, computed exactly.
 
     python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 80 steps each
-    python benchmarks/studies/kuhn.py --folder /tmp/kuhn --arms none anchor --seeds 0 run.steps=3
+    python benchmarks/studies/kuhn.py run.steps=3 --folder /tmp/kuhn --arms none anchor --seeds 0
 
 Each player antes 1 and gets one of the cards 1, 2, 3. A move is a digit: 1 bets 1 (or calls a bet), 0 checks (or folds). Both
 players share one policy. It starts as a small random model that has imitated bets in 1, 2 or 3 of 4 games, by decision point.

@@ -1,7 +1,7 @@
 """A toll for hints: does a policy learn when to pay, with credit for whole sessions and for single turns?
 
     python benchmarks/studies/toll.py --folder runs/toll                       # 4 arms, 5 seeds, 16 steps each
-    python benchmarks/studies/toll.py --folder /tmp/toll --arms none turns --seeds 0 run.steps=3
+    python benchmarks/studies/toll.py run.steps=3 --folder /tmp/toll --arms none turns --seeds 0
 
 A question is two digits; one of them, unknown, is the answer and pays 1. A turn is one token: a digit ends the session, "?" costs
 0.1 and is answered with the answer. The fourth "?" ends the session. Without hints a session returns 0.5 at best; with one, 0.9.

@@ -27,6 +27,7 @@ def played(words: str) -> tuple[list[str], list[float]]:
         if isinstance(said, float):
             rewards[-1] += said
             break
+    assert isinstance(said, float), "the session goes on"
     return heard, rewards
 
 
