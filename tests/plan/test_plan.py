@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from marsrl.commands import cli
@@ -25,12 +27,13 @@ from marsrl.commands.plan.engines import (
     slot_bytes,
     sync_time,
 )
-from marsrl.commands.plan.memory import head_bytes
+from marsrl.commands.plan.memory import Recompute, head_bytes
 from marsrl.commands.plan.needs import shortages
 from marsrl.commands.plan.plan import Plan, make_plan
 from marsrl.commands.plan.ranking import step_seconds
 from marsrl.trainer.checks.models import KNOWN
 from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
+from marsrl.trainer.learner.megatron.layout import Layout
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
@@ -98,6 +101,36 @@ def test_a_preset_is_within_5_percent_of_the_best_layout(preset: str) -> None:
         assert configured is not None and best.fits
         better = f"{best.layout.words}, recompute {best.recompute}"
         assert configured.time.total <= 1.05 * best.time.total, better
+
+
+@pytest.mark.parametrize("preset", sorted(FITS_ON))
+def test_numbers_in_comments_of_a_preset_are_planned(preset: str) -> None:
+    """Free memory in whole GiB, or tenths where written so, and sequences that fit are rounded down."""
+    text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
+    plan = planned(preset, FITS_ON[preset])
+    policy, gpu = plan.policies[0], hw.GPUS[plan.gpu]
+    configured = policy.configured
+    assert configured is not None and plan.step_s is not None
+    options = {(option.layout, option.recompute): option for option in policy.options}
+
+    def leaves(said: str, layout: Layout, recompute: Recompute) -> None:
+        tenths = 10 if "." in said else 1
+        free = (gpu.memory_bytes - options[layout, recompute].needed) / 2**30
+        assert float(said) == math.floor(free * tenths) / tenths, (layout.words, recompute, free)
+
+    for said in re.findall(r"([\d.]+) GiB free", text):
+        leaves(said, configured.layout, configured.recompute)
+    for mode, said in re.findall(r"\b(full|full_offload) leaves ([\d.]+)", text):
+        leaves(said, configured.layout, mode)
+    for words, said, percent in re.findall(r"(\{[^}]*\}) leaves ([\d.]+) and takes (\d+) % longer", text):
+        layout = replace(Layout(1, 1, 1, 1, 1), **yaml.safe_load(words))
+        leaves(said, layout, configured.recompute)
+        longer = options[layout, configured.recompute].time.total / configured.time.total
+        assert round(100 * longer) == 100 + int(percent), longer
+    for said in re.findall(r"GPUs? holds? (\d+) sequences", text):
+        assert int(said) == math.floor(policy.engine.longest_sequences), policy.engine.longest_sequences
+    for said in re.findall(r"a step of (\d+) min", text):
+        assert int(said) == round(plan.step_s / 60), plan.step_s / 60
 
 
 def test_the_plan_names_presets_that_fit_on_one_gpu() -> None:
