@@ -5,8 +5,8 @@ A call that does not continue a sample (history.py) begins one:
     branch       its chat begins with an answered chat: the same lineage, from the same tokens
     rewritten    its chat shows more answers than the first chat of the earlier sample with which it shares most tokens: the same
                  lineage
-    successor    its chat holds the text of an answer, such as a summary, and the lineage of that answer makes no more calls: the
-                 same lineage
+    successor    its chat holds text of an answer that the answer's own chat does not hold, such as a summary, and the lineage of
+                 that answer makes no more calls: the same lineage
     root         anything else: a new lineage. Its caller is the lineage whose last answer was read before the root's first call,
                  and whose next call follows the root's last one; if several lineages fit, none
 
@@ -15,6 +15,7 @@ Headers give lineages names and callers, which take precedence. They never decid
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,6 +92,12 @@ def _key(strand: Strand) -> bytes:
     return strand.token_ids.tobytes()  # Any order of tokens will do.
 
 
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean without NaN; NaN if there is nothing else."""
+    numbers = [value for value in values if not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
 def num_shared(one: IntArray, other: IntArray) -> int:
     """Return the length of the common prefix."""
     length = min(len(one), len(other))
@@ -141,7 +148,7 @@ class Settled:
     def rewards(
         self,
         by_agent: Mapping[str, float],
-        by_lineage: Mapping[Lineage, float],
+        by_lineage: Mapping[Lineage, Sequence[float]],
         answers: Iterable[tuple[str, float]],
         by_turn: Iterable[str] = (),
     ) -> dict[str, float]:
@@ -149,21 +156,26 @@ class Settled:
 
         A sample gets the first that is given: the mean reward of its answers, the reward of its lineage (or else the mean over
         the lineage's answers), its agent's, the reward of the sample that called it. Unless it is a sub-agent's, its agent's
-        reward comes before the mean over its lineage's answers.
+        reward comes before the mean over its lineage's answers. A caller of another agent counts only if headers name it:
+        otherwise a Verifier would get the Solver's reward just when it sends the Solver back.
 
-        answers: uid of the sample and reward of each rewarded answer. by_turn: agents of answers with rewards of turns, which are
-        added to 0 if nothing else is given.
+        by_lineage: mean over the lineage's names. answers: uid of the sample and reward of each rewarded answer; NaN is left out
+        of means. by_turn: agents of answers with rewards of turns, which are added to 0 if nothing else is given.
         """
         of_sample: dict[str, list[float]] = {}
         of_lineage: dict[Lineage, list[float]] = {}
         for uid, value in answers:
             of_sample.setdefault(uid, []).append(value)
             of_lineage.setdefault(self.lineages[uid], []).append(value)
-        known = {lineage: sum(values) / len(values) for lineage, values in of_lineage.items()} | dict(by_lineage)
-        by_uid = {uid: sum(values) / len(values) for uid, values in of_sample.items()}
+        means = {lineage: _mean(values) for lineage, values in of_lineage.items()}
+        named = {lineage: _mean(values) for lineage, values in by_lineage.items()}
+        known = {lineage: mean for lineage, mean in means.items() if not math.isnan(mean)} | named
+        by_uid = {uid: _mean(values) for uid, values in of_sample.items()}
         given = {*by_agent, *by_turn}
         for uid, origin in self.origins.items():
             lineage, caller = self.lineages[uid], origin.caller
+            if caller is not None and not lineage.parent and self.agents[caller.uid] != self.agents[uid]:
+                caller = None
             is_sub_agent = caller is not None or lineage in by_lineage
             if uid not in by_uid and lineage in known and (is_sub_agent or self.agents[uid] not in by_agent):
                 by_uid[uid] = known[lineage]
@@ -186,7 +198,7 @@ class Lineages:
     _strands: dict[int, Strand] = field(default_factory=dict)  # by number of the call
     _answered: dict[int, int] = field(default_factory=dict)  # number of calls when each call was answered
     _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # by agent
-    _latest: deque[tuple[int, str, Sequence[str]]] = field(
+    _latest: deque[tuple[int, Ask, Sequence[str]]] = field(
         default_factory=lambda: deque(maxlen=_LATEST)
     )  # long answers
 
@@ -247,7 +259,7 @@ class Lineages:
         text = message["content"].rpartition(THINK_CLOSE)[2].strip()
         if len(text) >= _PIECE:  # Programs take summaries out of tags, or cut them.
             starts = (0, (len(text) - _PIECE) // 2, len(text) - _PIECE)
-            self._latest.append((number, ask.agent, [text[start : start + _PIECE] for start in starts]))
+            self._latest.append((number, ask, [text[start : start + _PIECE] for start in starts]))
 
     def settle(self) -> Settled:
         """Join successors to the lineages that they follow, and find callers."""
@@ -315,9 +327,19 @@ class Lineages:
             self._named.setdefault(ask.lineage, lineage)
 
     def _held(self, ask: Ask) -> int | None:
-        """Return the latest call of the agent whose answer's text the chat holds."""
-        text = "\n".join(message["content"] for message in ask.messages)[-_MOST_TEXT:]
-        for number, agent, pieces in reversed(self._latest):
-            if agent == ask.agent and any(piece in text for piece in pieces):
+        """Return the latest call of the agent whose answer's text the chat holds.
+
+        Text that the answer repeats from its own chat, such as the problem, does not count.
+        """
+        text = _text(ask)
+        for number, earlier, pieces in reversed(self._latest):
+            if earlier.agent != ask.agent:
+                continue
+            held = [piece for piece in pieces if piece in text]
+            if held and any(piece not in _text(earlier) for piece in held):
                 return number
         return None
+
+
+def _text(ask: Ask) -> str:
+    return "\n".join(message["content"] for message in ask.messages)[-_MOST_TEXT:]

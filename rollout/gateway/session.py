@@ -197,10 +197,10 @@ class Session:
 
     def _rewards(
         self, given: Mapping[str, Any], settled: Settled
-    ) -> tuple[dict[str, float], dict[Lineage, float], list[tuple[int, float]]]:
-        """Return rewards by agent, by lineage, and (number of the call, reward) for each answer's id."""
+    ) -> tuple[dict[str, float], dict[Lineage, list[float]], list[tuple[int, float]]]:
+        """Return rewards by agent, of each lineage's names, and (number of the call, reward) for each answer's id."""
         by_agent: dict[str, float] = {}
-        by_lineage: dict[Lineage, float] = {}
+        by_lineage: dict[Lineage, list[float]] = {}
         by_call: list[tuple[int, float]] = []
         for name, value in given.items():
             if name in self.agents:
@@ -210,7 +210,7 @@ class Session:
                     raise ValueError(
                         f"a reward is for the lineage {name!r}; with credit.turns=returns give it to the id of an answer"
                     )
-                by_lineage[settled.named[name]] = _number(value)
+                by_lineage.setdefault(settled.named[name], []).append(_number(value))
             elif (number := self._answered.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
                 self._note_used(number)
                 by_call.append((number, _number(value)))

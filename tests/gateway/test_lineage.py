@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -220,14 +221,50 @@ def test_a_sample_gets_the_first_reward_that_is_given(
 ) -> None:
     """By its answers, its lineage, its agent, its caller."""
     session = Session()
-    main = session.one("main", 1)
+    main = session.one("main", 1, lineage="m")
     for uid in ("sub", "then"):
-        session.one(uid, 2, agent="helper", lineage="s")
+        session.one(uid, 2, agent="helper", lineage="s", caller="m")
     session.one("nested", 3, agent="nested", lineage="n", caller="s")
     session.go_on(main)
     settled = session.lineages.settle()
-    by_lineage = {settled.named[name]: value for name, value in by_name.items()}
+    by_lineage = {settled.named[name]: [value] for name, value in by_name.items()}
     assert settled.rewards(by_agent, by_lineage, answers) == by_agent | expected
+
+
+@pytest.mark.parametrize(("agent", "expected"), [("solver", {"check": 2.0}), ("verifier", {})])
+@pytest.mark.parametrize("is_sent_back", [True, False])
+def test_a_caller_found_unaided_rewards_only_its_own_agent(
+    agent: str, expected: dict[str, float], is_sent_back: bool
+) -> None:
+    """A Verifier's reward must not depend on whether the Solver is called after it."""
+    session = Session()
+    main = session.one("main", 1)
+    session.one("check", 2, agent=agent)
+    if is_sent_back:
+        session.go_on(main)
+    found = session.lineages.settle().rewards({}, {}, [("main", 2.0)])
+    assert found == {"main": 2.0} | (expected if is_sent_back else {})
+
+
+def test_nan_is_left_out_of_means_of_answers() -> None:
+    session = Session()
+    main = session.one("main", 1)
+    for uid in ("sub", "again"):
+        session.one(uid, 2, lineage="s", caller="m")
+    session.go_on(main)
+    rewards = session.lineages.settle().rewards
+    none = float("nan")
+    assert rewards({}, {}, [("sub", 1.0), ("sub", none)]) == {"sub": 1.0, "again": 1.0}
+    found = rewards({"solver": 0.5}, {}, [("sub", none)])
+    assert math.isnan(found.pop("sub")) and found == {"solver": 0.5}
+
+
+def test_names_that_share_a_sample_share_their_mean_reward() -> None:
+    session = Session()
+    session.go_on(session.one("a", 1, lineage="a"), lineage="b")
+    settled = session.lineages.settle()
+    assert settled.named["a"] is settled.named["b"]
+    assert settled.rewards({}, {settled.named["a"]: [1.0, 0.5]}, []) == {"a": 0.75}
 
 
 def test_an_agents_reward_holds_in_a_lineage_that_nothing_called() -> None:
@@ -247,6 +284,18 @@ def test_rewards_of_turns_stand_for_the_callers_and_are_not_passed_on() -> None:
     rewards = session.lineages.settle().rewards
     assert rewards({"solver": 1.0}, {}, [], ["helper"]) == {"solver": 1.0, "helper": 0.0}
     assert rewards({}, {}, [], ["solver"]) == {"solver": 0.0}
+
+
+def test_a_problem_that_an_answer_repeats_is_no_summary() -> None:
+    """Two votes on a long problem do not share their reward."""
+    session = Session()
+    for uid in ("one", "two"):
+        session.one(uid, 1, chat=SUMMARY, text=f"{SUMMARY} So it is 5.")
+    lineages = session.lineages.settle().lineages
+    assert lineages["one"] is not lineages["two"]
+    session.one("then", 2, chat=f"{SUMMARY} So far: {SUMMARY} So it is 5.")
+    lineages = session.lineages.settle().lineages
+    assert lineages["then"] is lineages["two"]
 
 
 def test_a_chain_of_summaries_is_one_lineage_with_one_caller() -> None:

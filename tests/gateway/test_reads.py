@@ -186,20 +186,21 @@ def test_a_tuple_of_three_from_an_environment_fails_by_name(tmp_path: Path) -> N
 SUB_AGENTS = """
 def run(problem, client):
     main, report = [problem.question], []
+    name, parent = NAMES
     for turn in range(2):
-        main.append(client.chat("solver", main).message)
+        main.append(client.chat("solver", main, name).message)
         for _ in range(2):
             sub = ["Search."]
-            said = client.chat("verifier", sub)
-            said = client.chat("verifier", [*sub, said.message, "Go on."])
+            said = client.chat("verifier", sub, parent)
+            said = client.chat("verifier", [*sub, said.message, "Go on."], parent)
         main.append(said.text)
-    last = client.chat("solver", main)
+    last = client.chat("solver", main, name)
     return RETURNED
 """
 
 
 def test_samples_know_their_prefix_and_their_caller(tmp_path: Path) -> None:
-    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", "1.0"))
+    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", "1.0").replace("NAMES", "{}, {}"))
     for number, (main, *subs) in enumerate(sessions.values()):
         assert (main.behind, main.caller, len(main.turns)) == (None, None, 3)
         assert [sub.caller for sub in subs] == [Caller(main.uid, call) for call in (1, 1, 6, 6)]
@@ -247,10 +248,11 @@ def test_headers_name_lineages_and_callers(tmp_path: Path) -> None:
         ("0.5", [0.5, 0.5]),
     ],
 )
-def test_a_sub_agent_without_a_reward_gets_its_callers(
+def test_a_sub_agent_without_a_reward_gets_its_named_callers(
     tmp_path: Path, returned: str, expected: list[float | None]
 ) -> None:
-    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", returned))
+    names = '{"X-Marsrl-Lineage": "main"}, {"X-Marsrl-Lineage-Parent": "main"}'
+    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", returned).replace("NAMES", names))
     main, *subs = next(iter(sessions.values()))
     found = {None if sub.reward.is_missing else sub.reward.value for sub in subs}
     assert [main.reward.value, *found] == expected

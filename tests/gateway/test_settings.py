@@ -137,7 +137,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     assert lines[at - 2].startswith("solver:0  2 calls  reward 2")
     assert lines[at - 1].startswith("call 1 reads ") and lines[at - 1].endswith("'Answer: 1'")
     verifier = next(i for i, line in enumerate(lines) if line.startswith("verifier:0"))
-    assert lines[verifier].startswith("verifier:0  1 call  reward 2 (call 2 of 4)")  # its caller's
+    assert lines[verifier].startswith("verifier:0  1 call  reward none (the program set no reward; call 2 of 4)")
     assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1] == "does not continue an earlier sample: another call continues the same answer"
