@@ -294,8 +294,8 @@ def _check_process(call: str, config: RunConfig | None) -> None:
         needed = max(needed, layout.pipeline * parts)
     if needed > 1:
         raise Error(
-            f"marsrl.{call} is one rank, this process, and {needed} are needed (WORLD_SIZE is {ranks}); start them with torchrun "
-            f"--nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
+            f"marsrl.{call} runs one rank, in this process; expected {needed} ranks (WORLD_SIZE is {ranks}); start them with "
+            f"torchrun --nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
         )
     if threading.current_thread() is not threading.main_thread():
         raise Error(
@@ -312,7 +312,7 @@ def _errors() -> Iterator[None]:
         raise Error(visible(refusal(error))) from error
     except Error:
         raise
-    except Exception as error:  # shows the last line that the command line would print
+    except Exception as error:  # raised with the line that a command would end with
         raise Error(visible(f"{type(error).__name__}: {error}")) from error
 
 

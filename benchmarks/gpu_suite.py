@@ -137,7 +137,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return script(f"first steps, {engine}", 90, "first_steps.py", *arguments, modules=(*TRAINING_MODULES, *modules))
 
     def real_team(engine: str, *modules: str) -> Part:
-        """Run the whole recipe. The first of these parts that runs makes the supervised start."""
+        """Run the whole recipe. The first such part to run also trains the supervised start, which the others load."""
         name = f"real team, {engine}"
         arguments = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
         problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"

@@ -35,7 +35,7 @@ class PartClock:
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._open: list[str] = [REST]
-        self._marks: list[tuple[str, Any]] = []  # A part, and the time from which on it runs.
+        self._marks: list[tuple[str, Any]] = []  # Each part and its start.
         for part, places in PLACES.items():
             for module, owner_name, method in places:
                 owner = getattr(import_module(f"marsrl.{module}"), owner_name)

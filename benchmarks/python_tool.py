@@ -66,7 +66,7 @@ def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bo
             future.result()
     outputs = {future.result() for future in futures}
     if len(outputs) != 1 or next(iter(outputs)).is_error:
-        raise RuntimeError(f"calls of the same snippet answered {outputs}")
+        raise RuntimeError(f"calls of one snippet returned {outputs}; expected equal outputs without errors")
     return [1000 * (seconds_of_call - own_s) for seconds_of_call in seconds]
 
 

@@ -1,9 +1,9 @@
-"""The tables of docs/papers.md under "Numbers": what the papers set, and what their presets do.
+"""Write the tables of docs/papers.md under "Numbers": values in the papers and in their presets.
 
     python docs/papers.py
 
-Reads docs/papers.yaml and the presets, and writes the page from the heading on. What a preset is to say is held by
-tests/docs/test_papers.py.
+Reads docs/papers.yaml and the presets, and writes the page from the heading on. tests/docs/test_papers.py checks the presets'
+values.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Number:
 class Paper:
     """The numbers of a paper, and the presets that have them.
 
-    words: settings on top of each. others: presets for other machines or models; whys: {key: why theirs differ from `preset`'s}.
+    words: settings added to each preset. others: presets for other machines or models. whys: {key: why the value in `others`
+    differs from that in `preset`}.
     """
 
     title: str
@@ -58,7 +59,7 @@ class Paper:
 
 
 def papers() -> list[Paper]:
-    """All of docs/papers.yaml."""
+    """Read docs/papers.yaml."""
     found = []
     for each in yaml.safe_load(DATA.read_text("utf-8")):
         also = each.get("also", {"presets": (), "rows": {}})
@@ -69,7 +70,7 @@ def papers() -> list[Paper]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """The config's value of the key, as JSON; None where the section is left out. Of a key with <name>: of every agent.
+    """Return the config's value of the key, as JSON; None if its section is left out. <name> in a key stands for every agent.
 
     Raises:
         ValueError: agents have different values.
@@ -87,7 +88,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """The value as it stands in a cell."""
+    """Format the value for a cell of a table."""
     if isinstance(value, dict | list):
         return "`" + yaml.safe_dump(value, default_flow_style=True).strip() + "`"
     if isinstance(value, bool):
@@ -98,7 +99,7 @@ def shown(value: Any) -> str:
 
 
 def by_reason(found: Iterable[tuple[str, str]]) -> str:
-    """Texts with their reasons, those of one reason together."""
+    """Join (text, reason) pairs, with texts of the same reason together."""
     texts: dict[str, list[str]] = {}
     for text, why in found:
         texts.setdefault(why, []).append(text)
@@ -106,14 +107,14 @@ def by_reason(found: Iterable[tuple[str, str]]) -> str:
 
 
 def differing(key: str, config: RunConfig, others: Iterable[RunConfig]) -> str:
-    """The key with the values that others have in place of config's, each once."""
+    """Format the key and the distinct values in `others` that differ from config's."""
     values = dict.fromkeys(shown(value_of(other, key)) for other in others)
     values.pop(shown(value_of(config, key)), None)
     return f"`{key}` {' or '.join(values)}"
 
 
 def numbers() -> str:
-    """The numbers of every paper, from the heading on."""
+    """Return the section with the numbers of every paper, including its heading."""
     parts = [HEADING + "\n" + BEGINNING]
     for paper in papers():
         config = paper.config(paper.preset)
@@ -139,7 +140,7 @@ def numbers() -> str:
 
 
 def page() -> str:
-    """All of docs/papers.md: its words before the heading, and the numbers."""
+    """Return the whole page: the present text before the heading, and new numbers."""
     return PAGE.read_text("utf-8").partition(HEADING)[0] + numbers()
 
 

@@ -1,4 +1,4 @@
-"""moe_permute and moe_unpermute: tokens to rows sorted by expert and back as sums, forward and backward.
+"""moe_permute and moe_unpermute: copy tokens to rows sorted by expert, and sum rows by token; forward and backward.
 
 The time includes reading the router's map. The router's weights are permuted too, but their gradient is left out: it is small
 compared with the tokens'.

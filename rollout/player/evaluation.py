@@ -180,7 +180,7 @@ class EvaluationPlay:
         play.has_asked = True
         own = self._team.sampling(agent)
         place = (known,) if known else ()
-        adapter, version = play.cast.get(agent, ("", 0))  # "": that of the agent's policy
+        adapter, version = play.cast.get(agent, ("", 0))  # "": the adapter of the agent's policy
         return completion.request(
             self.most_tokens(agent) - known,
             replace(self._sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),

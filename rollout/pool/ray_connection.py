@@ -96,7 +96,7 @@ class RayCluster:
         is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly those.
         """
         if self._address is None:
-            return  # this process chose the cluster's GPUs
+            return  # Ray was started by this process, which chose its GPUs.
         counts = Counter[str]()
         for node in _alive():
             counts[node["NodeManagerHostname"]] += int(node["Resources"].get(GPU, 0))

@@ -21,7 +21,7 @@ ADDMM = torch.addmm
 
 
 def device_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
-    """A GPU's addmm with out_dtype, which CPUs lack: products of 16 bits, sums of 32."""
+    """Stand in for addmm with out_dtype, which CPUs lack: multiply in 16 bits and sum in 32."""
     assert total is out and total.dtype == out_dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
     return ADDMM(total, a.float(), b.float(), out=out)
 

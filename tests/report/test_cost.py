@@ -27,7 +27,7 @@ def test_a_policy_has_the_usage_of_its_agents() -> None:
 def test_a_tools_share_is_of_all_calls_including_unknown_tools() -> None:
     counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
     assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
-    counted |= {"tools/pages/calls": 80, "tools/pages/errors": 3}  # the search reads them
+    counted |= {"tools/pages/calls": 80, "tools/pages/errors": 3}  # called by the search, not by a model
     assert tool_shares(counted)["tools/search/share"] == 0.75 and "tools/pages/share" not in tool_shares(counted)
     assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}
 

@@ -69,7 +69,7 @@ def counts(batch: StepBatch) -> dict[str, float]:
 
 
 def drawn_in(sent: Sequence[tuple[list[str], bool]]) -> list[list[int]]:
-    """Draws that each submission of Solvers begins."""
+    """Return the numbers of the problems that begin in each submission of Solvers."""
     waves = [sorted({int(uid[:6]) for uid in uids if "/solver:" in uid and uid.count("/") == 1}) for uids, _ in sent]
     return [wave for wave in waves if wave]
 

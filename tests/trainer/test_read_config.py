@@ -160,7 +160,7 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
         ([*FP8, "policies.main.dtype=float32", "rollout.vllm.dtype=null"],
          "supports fp8 only with 16-bit activations; set rollout.vllm.dtype=bfloat16"),
         ([*BASED, "policies.checker.base=other"],
-         "policies.checker.base is other; expected another policy (there is main)"),
+         "policies.checker.base is other; expected the name of another policy: main"),
         ([*BASED, "policies.checker.adapter=null"],
          "policies.checker.adapter is not set; set it"),
         ([*BASED, "policies.checker.frozen=true"], "policies.checker.frozen is true"),

@@ -225,8 +225,8 @@ def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
     base = policies.get(policy.base)
     key = f"policies.{name}.base is {policy.base}"
     if base is None or base is policy:
-        others = ", ".join(other for other in policies if other != name) or "no other"
-        raise ValueError(f"{key}; expected another policy (there is {others})")
+        others = ", ".join(other for other in policies if other != name) or "none is configured"
+        raise ValueError(f"{key}; expected the name of another policy: {others}")
     if base.base is not None:
         raise ValueError(f"{key}, which itself has base {base.base}; name {base.base} instead")
     if base.openai is not None or base.engine == "openai":

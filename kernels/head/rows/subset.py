@@ -67,7 +67,7 @@ class Rows:
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
-        """Yield these rows in order, in chunks of these sizes, cycled, and a remainder.
+        """Yield these rows in order, in chunks; the sizes repeat in a cycle, and the last chunk holds the rest.
 
         A row's result therefore does not depend on the number of rows. If the count is still pending, the first chunk is an upper
         bound, which is replaced by the true count before the other chunks are cut.

@@ -247,7 +247,7 @@ def clipped_surrogate(
 
 @triton.jit
 def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, is_clamped, entropy, kl):
-    """Store sums over each agent's tokens to at [num_agents, NUM_SUMS] float64, in the order of objective.METRICS."""
+    """Store sums over each agent's tokens, in the order of objective.METRICS. at: [num_agents, NUM_SUMS] float64."""
     for a in range(num_agents):
         is_mine = is_kept & (agent == a)
         tl.store(at + NUM_SUMS * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))

@@ -68,7 +68,7 @@ def _before_import() -> None:
     cuda.Stream = cuda.Event = _HostStream  # the token dispatcher and DDP create side streams
     cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
     cuda.stream = lambda stream=None: contextlib.nullcontext()  # gradient buffers are reduced on a side stream
-    cuda.synchronize = lambda device=None: None  # checkpoint save waits for the device
+    cuda.synchronize = lambda device=None: None  # called when a checkpoint is saved
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     _device_constructors()  # `with torch.device(...)` identifies factories by object, at its first use
