@@ -125,7 +125,7 @@ class History:
             renamed = [(place, ids) for place in places if (ids := self._known_ids(given, place.kept)) is not None]
             if renamed:
                 place, ids = max(renamed, key=lambda each: (prefers(each[0].strand), each[0].is_tip, each[0].call))
-                answered = _with_thoughts(_with_ids(messages[:length], ids), place.kept)
+                answered = _as_known(messages[:length], place.kept)
                 token_ids = place.strand.token_ids[: place.num_tokens]
                 return Found(token_ids, answered, _with_ids(new, ids), place.strand, place.call, place.is_tip)
         return None
@@ -136,7 +136,7 @@ class History:
         for turn, known_turn in zip(given, known, strict=True):
             if turn.thought is not None and turn.thought != known_turn.thought:
                 return None
-            if ids.get(turn.answers, turn.answers) != known_turn.answers:
+            if turn.answers != known_turn.answers and ids.get(turn.answers) != known_turn.answers:
                 return None
             names = {name for name, _ in turn.calls}
             if "" not in names and names == {name for name, _ in known_turn.calls}:
@@ -194,16 +194,28 @@ def content_of(call: Mapping[str, Any]) -> tuple[Any, Any]:
     return name, arguments
 
 
-def _with_thoughts(messages: Sequence[ChatMessage], known: Sequence[_Kept]) -> list[ChatMessage]:
+def _as_known(messages: Sequence[ChatMessage], known: Sequence[_Kept]) -> list[ChatMessage]:
+    """Return an answered chat with its thoughts and the ids that its calls had; clients may use one id again in each turn."""
     turns, kept = list[ChatMessage](), iter(known)
     for message in messages:
-        thought = None if _is_empty(message) else next(kept).thought
-        turns.append(message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought})
+        turn = dict(message)
+        if not _is_empty(message):
+            of_turn = next(kept)
+            if of_turn.thought is not None:
+                turn["reasoning"] = turn["reasoning_content"] = of_turn.thought
+            ids = [name for name, _ in of_turn.calls]
+            if {str(call.get("id") or "") for call in message.get("tool_calls") or ()} != set(ids):
+                turn["tool_calls"] = [
+                    {**call, "id": name} for call, name in zip(message["tool_calls"], ids, strict=True)
+                ]
+            if of_turn.answers:
+                turn["tool_call_id"] = of_turn.answers
+        turns.append(turn)
     return turns
 
 
 def _with_ids(messages: Sequence[ChatMessage], ids: Mapping[str, str]) -> Sequence[ChatMessage]:
-    """Return the messages with known ids of calls."""
+    """Return a call's new messages, with known ids of calls."""
     if not ids:
         return messages
     turns = []

@@ -425,6 +425,21 @@ def test_new_ids_are_replaced_by_the_ids_that_calls_had() -> None:
     assert list(found.new) == [output("c2"), output("c1")]
 
 
+def test_ids_that_begin_again_in_each_turn_are_replaced_by_turn() -> None:
+    history = known(called("c1"), called("c2"))
+    found = history.find("solver", None, [USER, called("n"), output("n"), called("n"), output("n")])
+    assert found is not None and list(found.answered) == [USER, called("c1"), output("c1"), called("c2")]
+    assert list(found.new) == [output("c2")]
+
+
+def test_a_users_turn_after_calls_without_ids_goes_on() -> None:
+    answer, history = {"role": "assistant", "content": "7"}, History()
+    strand = Strand(np.array([1, 2]), 1, "s", is_busy=False)
+    history.answered("solver", None, [USER, called("c1"), output("c1"), USER, answer], strand)
+    chat = [USER, called(None), output(None), USER, answer, USER]
+    assert history.find("solver", None, chat) is not None
+
+
 def test_arguments_nested_too_deeply_are_compared_as_text() -> None:
     deep = "[" * 100_000
     history = known(called("c1", arguments=deep))
