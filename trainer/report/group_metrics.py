@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from marsrl.rollout.gateway.changes import kind_of
+from marsrl.rollout.gateway.changes import BRANCH, kind_of
 from marsrl.rollout.types import Fate, Finish, Group, Sample
 from marsrl.trainer.report.unread import Ended
 
@@ -112,10 +112,10 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 def poor_merges(groups: Iterable[Group]) -> list[str]:
     """Return a warning if programs make fewer than 1.5 calls per sample because they change their chats; it names a place.
 
-    None for programs whose calls are all new contexts, or that make one call per session.
+    None for programs whose calls are all new contexts or branches, or that make one call per session.
     """
     played = [sample for group in groups for sample in group.samples if sample.turns]
-    rewritten = [sample.rewritten for sample in played if sample.rewritten]
+    rewritten = [sample.rewritten for sample in played if sample.rewritten not in ("", BRANCH)]
     merge = sum(len(sample.turns) for sample in played) / max(1, len(played))
     if merge >= FEW_CALLS or not rewritten:
         return []
