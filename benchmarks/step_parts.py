@@ -40,6 +40,7 @@ PLACES = {
     "optimizer": ("trainer.learner.megatron.optimizer", "Optimizer.apply"),
     "zero gradients": ("trainer.learner.megatron.optimizer", "Optimizer.zero_grad"),
     "publish: probe, trainer": ("trainer.weights.sync", "trainer_scores"),
+    "publish: probe, adapters": ("trainer.weights.sync", "scores_together"),
     "publish: probe, engine": ("rollout.engines.local.engine", "LocalEngine.score"),
     "publish: export": ("trainer.learner.megatron.convert", "Converter.export"),
     "publish: checksums": ("rollout.weights.checksum", "block_sum"),
@@ -49,7 +50,7 @@ PLACES = {
 }
 """{part: (module of marsrl, function in it)}."""
 
-WITHIN = ("publish: probe, trainer", "publish: probe, engine")
+WITHIN = ("publish: probe, trainer", "publish: probe, adapters", "publish: probe, engine")
 """Parts that include the seconds of forward passes inside them."""
 
 

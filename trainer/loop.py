@@ -51,10 +51,12 @@ def train(run: Run) -> None:
                 stats = group.train_step(updates, by_agent=run.measures_agents, keep=kept)
                 for policy in group.learners:
                     run.note_step(policy, stats[policy], batches[policy] if batches is not None else None)
-            for policy in group.learners:
-                if stats[policy].is_updated or run.engines_drop_weights:
-                    with run.timed("publish"):  # Version + 1, verified on every engine.
-                        run.publish(policy, is_new=stats[policy].is_updated)
+            is_new = {policy: stats[policy].is_updated for policy in group.learners}
+            if not run.engines_drop_weights:
+                is_new = {policy: True for policy, is_updated in is_new.items() if is_updated}
+            if is_new:
+                with run.timed("publish"):  # Version + 1, verified on every engine.
+                    run.publish(group, is_new)
         run.evaluate_if_due(step)
         run.record(step, batch)
         run.stop_if_diverged()

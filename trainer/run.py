@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 
@@ -40,7 +40,7 @@ from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
-from marsrl.trainer.weights.sync import Standby, WeightSync
+from marsrl.trainer.weights.sync import AdapterSync, Standby, SyncReport, WeightSync, publish_together
 
 _FEWEST_JUDGED = 20  # answers over one or more steps: with fewer, one or two missing ones exceed a small share
 _NO_GRADIENT = "no sample had a gradient"
@@ -158,9 +158,13 @@ class Run:
                 league.forget_after(-1 if restored is None else self.versions[league.config.policy])
             if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
-        for policy in self.learners:
-            with self.console.part(f"sending the weights of {policy} to its engines"), self.timed("publish"):
-                self._sync(policy)
+        for group in self.groups:
+            policies, whose = list(group.learners), "its" if len(group.learners) == 1 else "their"
+            with (
+                self.console.part(f"sending the weights of {', '.join(policies)} to {whose} engines"),
+                self.timed("publish"),
+            ):
+                self._sync(group, policies)
         if self.config.run.evaluate:
             with self.timed("evaluate"):
                 self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step))
@@ -297,9 +301,12 @@ class Run:
             self.driver.log.samples += [
                 sample for part in samples for sample in decode(tuple[TrainedSample, ...], part)
             ]
-            prefix = "" if len(self.learners) == 1 else f"{policy}/"
-            named = step_metrics(stats, list(self.agents))
-            self.driver.log.note({prefix + name: value for name, value in named.items()})
+            self._note_of(policy, step_metrics(stats, list(self.agents)))
+
+    def _note_of(self, policy: str, metrics: Mapping[str, float]) -> None:
+        """Log metrics of a policy on rank 0; of several policies, under its name."""
+        prefix = "" if len(self.learners) == 1 else f"{policy}/"
+        self._rank_0.log.note({prefix + name: value for name, value in metrics.items()})
 
     def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Stop the run if its steps are unusable. Collective; call it once the step's metrics and samples are on disk.
@@ -338,22 +345,37 @@ class Run:
                     "lower the learning rate, or take out the samples that they have in common"
                 )
 
-    def publish(self, policy: str, *, is_new: bool) -> None:
-        """Publish a new version to the engines, or the same version again if the step changed nothing."""
-        self.versions[policy] += is_new
-        self._sync(policy)
-        every = self.config.policies[policy].reference_every
-        if is_new and every and self.versions[policy] % every == 0:
-            self.learners[policy].refresh_reference()
+    def publish(self, group: Together, is_new: Mapping[str, bool]) -> None:
+        """Publish policies of a group to their engines at once.
 
-    def _sync(self, policy: str) -> None:
-        """Send the policy's current weights to its engines and verify them; rank 0 logs the time. Collective."""
-        driver = self.driver
-        adapter = policy if driver is not None and policy in driver.team.adapters else None
-        at_rest = nullcontext() if driver is None else driver.rollout.resting(self.versions, adapter)
-        report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, self.standby.during)
-        if driver is None or report is None:
-            return
+        is_new: by policy; False publishes the same version again, as the step changed nothing.
+        """
+        for policy, is_updated in is_new.items():
+            self.versions[policy] += is_updated
+        self._sync(group, list(is_new))
+        for policy, is_updated in is_new.items():
+            every = self.config.policies[policy].reference_every
+            if is_updated and every and self.versions[policy] % every == 0:
+                self.learners[policy].refresh_reference()
+
+    def _sync(self, group: Together, policies: Sequence[str]) -> None:
+        """Send the policies' current weights to their engines and verify them; rank 0 logs the time. Collective."""
+        driver, during = self.driver, self.standby.during
+        adapters = policies if driver is not None and policies[0] in driver.team.adapters else None
+        at_rest = nullcontext() if driver is None else driver.rollout.resting(self.versions, adapters)
+        syncs = {policy: sync for policy in policies if isinstance(sync := self.syncs[policy], AdapterSync)}
+        if len(policies) > 1:
+            reports = publish_together(group, syncs, self.versions, at_rest, during) or {}
+        else:
+            (policy,) = policies
+            report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, during)
+            reports = {} if report is None else {policy: report}
+        for policy, report in reports.items():
+            self._note_publish(policy, report)
+
+    def _note_publish(self, policy: str, report: SyncReport) -> None:
+        """Log a publish on rank 0."""
+        driver = self._rank_0
         end = time.monotonic()
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in report.seconds_of.items()}
         arguments = {"version": report.version, "bytes": report.num_bytes, **parts}
@@ -374,7 +396,7 @@ class Run:
             ),
         )
         driver.num_syncs += 1
-        driver.log.note(report.metrics)
+        self._note_of(policy, report.metrics)
         if driver.league is not None:
             driver.league.keep(policy, report.version)
 

@@ -8,6 +8,7 @@ version. It decodes, scores given tokens, and loads new weights:
     engine.abort()                                                             unfinished requests return as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
+    engine.update_adapters([AdapterUpdate, ...])       -> [WeightReceipt]      the same for several, in one call
 """
 
 from __future__ import annotations
@@ -307,10 +308,11 @@ class Engine(ABC):
         return self._num_decoded
 
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
         """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
 
+        adapter: adapter of all sequences, or of each; "": the bare weights.
         temperature: temperature at which a teacher scores samples; nothing may be decoding. None: temperature 1, for probes that
             check a weight sync and the caches; running requests continue.
         """
@@ -331,6 +333,10 @@ class Engine(ABC):
         Before the first update an adapter is at version 0: its policy's `adapter.start`, or else the bare weights.
         """
         raise NotImplementedError
+
+    def update_adapters(self, updates: Sequence[AdapterUpdate]) -> list[WeightReceipt]:
+        """Replace several adapters in one call, as update_adapter does each."""
+        return [self.update_adapter(update) for update in updates]
 
     def forget_prefixes(self) -> None:  # noqa: B027
         """Drop all prefix caches. Nothing may be running."""

@@ -135,7 +135,7 @@ class ScriptedEngine(Engine):
         )
 
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         if self._versions[""] == TORN:

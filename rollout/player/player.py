@@ -259,13 +259,14 @@ class Player:
         for pool in pools:
             self.take(pool.drain(adapter))
 
-    def rest(self, adapter: str | None = None) -> None:
+    def rest(self, adapters: Sequence[str] | None = None) -> None:
         """Drain, and submit nothing until `resume`.
 
-        The engines are then free for other calls, or for an update of this adapter while they decode for others.
+        The engines are then free for other calls, or for an update of these adapters while they decode for others.
         """
         self.is_resting = True
-        self.drain(adapter)
+        for adapter in [None] if adapters is None else adapters:
+            self.drain(adapter)
 
     def resume(self, versions: Mapping[str, int]) -> None:
         """Resume under the given policy versions, which apply to the next segments."""

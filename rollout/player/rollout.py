@@ -13,7 +13,7 @@ One lock guards the stages; decoding and judging happen outside of it. The train
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from marsrl.rollout.config import RolloutConfig
@@ -89,10 +89,12 @@ class Rollout:
         return batch
 
     @contextmanager
-    def resting(self, versions: Mapping[str, int] | None = None, adapter: str | None = None) -> Iterator[None]:
+    def resting(
+        self, versions: Mapping[str, int] | None = None, adapters: Sequence[str] | None = None
+    ) -> Iterator[None]:
         """Keep engines idle and free for other calls inside the block; afterwards resume decoding, under `versions` if given.
 
-        adapter: abort only this adapter's requests; the block updates the adapter while the engines decode other requests, whose
+        adapters: abort only these adapters' requests; the block updates them while the engines decode other requests, whose
             results wait.
 
         After an error in the block, decoding does not resume.
@@ -104,7 +106,7 @@ class Rollout:
             self._wants_rest = True
             self._changed.wait_for(lambda: not self._is_collecting)
             self._check()
-            self.stages.rest(adapter)
+            self.stages.rest(adapters)
         yield
         with self._changed:
             self.stages.resume(versions if versions is not None else self.stages.player.versions)

@@ -162,9 +162,9 @@ class Stages:
         self.state.num_taken += 1
         return self.state.ready.pop(0)
 
-    def rest(self, adapter: str | None = None) -> None:
+    def rest(self, adapters: Sequence[str] | None = None) -> None:
         """Abort decoding, which frees the engines for other calls; see Player.rest."""
-        self.player.rest(adapter)
+        self.player.rest(adapters)
         self._end_if_over()
 
     def resume(self, versions: Mapping[str, int]) -> None:

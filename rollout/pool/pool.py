@@ -300,8 +300,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         faults, self._faults = self._faults, Faults()
         return faults
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "") -> list[list[FloatArray]]:
-        """Return log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`."""
+    def score(self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "") -> list[list[FloatArray]]:
+        """Return log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`.
+
+        adapter: adapter of all sequences, or of each.
+        """
         self._wake()
         self.give_weights()
         return self._call("score", (list(sequences), adapter))
@@ -334,14 +337,15 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._wake("kv_cache")  # the probe needs it
         return receipts
 
-    def update_adapter(self, update: AdapterUpdate) -> list[WeightReceipt]:
-        """Have every replica load an adapter's new weights; return the serving replicas' reports, in order.
+    def update_adapters(self, updates: Sequence[AdapterUpdate]) -> list[list[WeightReceipt]]:
+        """Have every replica load new weights of adapters, in one call; return the serving replicas' reports for each adapter.
 
-        The adapter's requests must be drained; others continue, and their cached prefixes stay.
+        These adapters' requests must be drained; others continue, and their cached prefixes stay.
         """
         self._wake("weights")
-        receipts = self._call("update_adapter", (update,))
-        self._recovery.note_adapter(update, receipts[0].checksums)
+        receipts = [list(of_adapter) for of_adapter in zip(*self._call("update_adapters", (updates,)), strict=True)]
+        for update, of_adapter in zip(updates, receipts, strict=True):
+            self._recovery.note_adapter(update, of_adapter[0].checksums)
         self._wake("kv_cache")
         return receipts
 

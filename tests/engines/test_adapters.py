@@ -91,7 +91,7 @@ def assert_replaced_beside_others(
         assert part.finish is Finish.UNFINISHED and len(part.token_ids), part
         assert part.version == own[0].adapter_version
     before = sum(pool.num_decoded())
-    pool.update_adapter(update)
+    pool.update_adapters([update])
     new, probe = {**folders, update.name: Path(update.path)}, [prompt(70, seed=3), prompt(41, seed=5)]
     for found in pool.score(probe, update.name):
         for logprobs, right in zip(found, peft_logprobs(model, Path(update.path), probe), strict=True):
@@ -362,7 +362,7 @@ def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Che
     of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
     with make_pool("main", spec_of(model, 2048, adapters=adapters), config) as pool:
         for name, folder in of.items():
-            pool.update_adapter(AdapterUpdate(name, str(folder), 1))
+            pool.update_adapters([AdapterUpdate(name, str(folder), 1)])
         long = [replace(ask, max_new_tokens=600) for ask in asks_of(dict.fromkeys("ab", 1), *("a", "b", "") * 2)]
         own, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
         num_beside = assert_replaced_beside_others(pool, model, of, AdapterUpdate("a", str(folders[2]), 2), own, others)

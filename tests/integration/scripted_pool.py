@@ -67,7 +67,7 @@ class ScriptedWithWeights(ScriptedEngine):
         self._local = LocalEngine(spec_of(model, adapters=adapters))
 
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         return self._local.score(sequences, adapter, temperature)

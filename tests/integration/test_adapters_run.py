@@ -4,7 +4,7 @@ and scores what is published.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,8 @@ import pytest
 from scripted_pool import BRIEFLY, engines_are, half_right, on_sevens, opened, rows_of, samples_of, saying, train_here
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.engines.protocol import DecodeResult
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeResult, WeightReceipt
+from marsrl.trainer.learner.learner import Together
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 
@@ -56,20 +57,20 @@ def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], 
         for one, other in ((bare, of_adapters[0]), (bare, of_adapters[1]), (of_adapters[0], of_adapters[1])):
             assert np.abs(one - other).max() > 1e-3
     rows, samples = rows_of(run.directory), samples_of(run.directory)
-    assert max(row["sync/probe_diff_max"] for row in rows) < 1e-3  # nats
+    assert max(row[f"{name}/sync/probe_diff_max"] for row in rows for name in ADAPTERS) < 1e-3  # nats
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(2))}
 
-    # Killed between two publishes: engines that are gone already had one new version. Both come from the checkpoint.
+    # Killed after a publish: engines that are gone already had the new versions. All come from the checkpoint.
     with pytest.raises(Killed), opened(tmp_path / "killed", words) as run:
         publish = run.publish
 
-        def publish_one(policy: str, *, is_new: bool) -> None:
-            publish(policy, is_new=is_new)
-            if run.step == 1:
+        def publish_last(group: Together, is_new: Mapping[str, bool]) -> None:
+            publish(group, is_new)
+            if run.step == 2:
                 raise Killed
 
-        run.publish = publish_one  # type: ignore[method-assign]
+        run.publish = publish_last  # type: ignore[method-assign]
         train(run)
     resumed = train_here(tmp_path / "killed", [*words, "run.resume=auto"])
     assert [(each.uid, each.text) for each in samples_of(resumed)] == [(each.uid, each.text) for each in samples]
@@ -77,7 +78,7 @@ def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], 
     assert len(same) >= 4 and [rows_of(resumed)[-1][key] for key in same] == [rows[-1][key] for key in same]
 
 
-def test_a_publish_of_one_adapter_ends_its_own_requests_alone(words: list[str], tmp_path: Path) -> None:
+def test_a_publish_of_adapters_is_one_message_to_engines(words: list[str], tmp_path: Path) -> None:
     with opened(tmp_path, [*words, "rollout.overlap=1"]) as run:
         assert run.driver is not None
         pool, drained = run.driver.team.pools["main"], list[str | None]()
@@ -88,6 +89,15 @@ def test_a_publish_of_one_adapter_ends_its_own_requests_alone(words: list[str], 
             return drain(adapter)
 
         pool.drain = noted  # type: ignore[method-assign]
+        sent, update = list[list[str]](), pool.update_adapters
+
+        def counted(updates: Sequence[AdapterUpdate]) -> list[list[WeightReceipt]]:
+            sent.append([each.name for each in updates])
+            return update(updates)
+
+        pool.update_adapters = counted  # type: ignore[method-assign]
         train(run)
         assert run.versions == {"main": 0, "solver": 2, "verifier": 2} and drained == ["solver", "verifier"] * 2
-    assert max(row["sync/probe_diff_max"] for row in rows_of(run.directory)) < 1e-3  # nats
+        assert sent == [["solver", "verifier"]] * 3
+    rows = rows_of(run.directory)
+    assert max(row[f"{name}/sync/probe_diff_max"] for row in rows for name in ADAPTERS) < 1e-3  # nats

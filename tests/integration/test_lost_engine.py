@@ -25,6 +25,7 @@ from marsrl.rollout.pool import rebalance
 from marsrl.rollout.pool.rebalance import Move, PolicyEngines
 from marsrl.rollout.weights.connections import GroupConnection, SharedBuffer
 from marsrl.rollout.weights.files import parent_of
+from marsrl.trainer.learner.learner import Together
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
@@ -60,7 +61,8 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     ipc = DirectSync(engines, torch.float32, "ipc", bucket_bytes=1 << 14)
     found: list[tuple[str, int]] = []
 
-    def published(policy: str, *, is_new: bool) -> None:
+    def published(group: Together, is_new: Mapping[str, bool]) -> None:
+        (policy,) = is_new
         sync = run.syncs[policy] = ipc if run.versions[policy] == 1 else nccl  # type: ignore[index]
         numbers = itertools.count(1)
         with monkeypatch.context() as patch:
@@ -73,7 +75,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
                     move(self, *args)
 
                 patch.setattr(kind, method, struck)
-            publish(policy, is_new=is_new)
+            publish(group, is_new)
         assert next(numbers) > 3  # buckets
         found.append((sync._sender.kind, pool.generation))
 

@@ -68,7 +68,7 @@ class Recorded(ScriptedWithWeights):
         super().submit(requests, version=version)
 
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
         CALLS.append("score")
         return super().score(sequences, adapter, temperature)

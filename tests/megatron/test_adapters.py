@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron_models as tiny
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner, groups
+from marsrl.trainer.learner.other_roundings import Precision
+from marsrl.trainer.weights.comparison import comparison_sequences, scores_together, sequence_scores
 
 pytestmark = pytest.mark.slow
 
@@ -267,3 +270,17 @@ def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> No
     found = group.train_step(updates)
     assert (found["a"].is_updated, found["a"].is_skipped) == (True, False)
     assert (found["b"].is_updated, found["b"].is_skipped) == (False, True)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_policies_score_a_probe_together_as_each_alone(kind: str, tmp_path: Path) -> None:
+    learners = two(tiny.save_model(kind, tmp_path / "model"), kind)
+    (group,) = groups(learners, POLICIES)
+    for number, own in enumerate(batch(0).values()):
+        tiny.step(list(learners.values())[number], tiny.micro_batches([replace(s, agent=0) for s in own], 1))
+    precision, sequences = Precision(torch.float32), comparison_sequences(learners["a"].vocab_size)[:4]
+    found = scores_together(group, learners, precision)
+    assert not np.allclose(found["a"].logprobs, found["b"].logprobs, atol=1e-4)
+    for name, learner in learners.items():
+        np.testing.assert_allclose(found[name].logprobs, sequence_scores(learner, sequences), atol=2e-5)
+        assert 0 < np.abs(np.subtract(found[name].rounded, found[name].logprobs)).max() < 1e-3

@@ -176,7 +176,7 @@ def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
     if what == "weights":
         pool.update_weights(WeightUpdate("version_1", 1))
     else:
-        pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+        pool.update_adapters([AdapterUpdate("a", "a/1", 1)])
     replicas.dead.add(1)
     said = rf"engine 1 was restarted with the {what} of version 1.*1 of 1 tensors differ, first name"
     with pytest.raises(RuntimeError, match=said):
@@ -209,8 +209,8 @@ def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: i
     if weights is not None:
         pool.update_weights(WeightUpdate("version_3", weights))
     for version in (1, 2):
-        pool.update_adapter(AdapterUpdate("a", f"a/{version}", version))
-    pool.update_adapter(AdapterUpdate("b", "b/7", 7))
+        pool.update_adapters([AdapterUpdate("a", f"a/{version}", version)])
+    pool.update_adapters([AdapterUpdate("b", "b/7", 7)])
     versions = {"a": 2, "b": 7, "c": 0}
     getattr(replicas, fault).add(1)
     results = served(pool, of_adapters(asks(16), versions), "slots", version=weights or 0)
@@ -235,7 +235,7 @@ def test_an_engine_lost_in_an_adapter_update_loses_no_request(when: str, fault: 
     ended |= {uid: result for uid, result in parts.items() if uid not in {request.uid for request in own}}
     if when == "updated":
         strike(1)
-    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    pool.update_adapters([AdapterUpdate("a", "a/1", 1)])
     if when == "scored":
         strike(1)
     pool.score([np.arange(5, dtype=np.int32)], "a")
@@ -261,7 +261,7 @@ def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
     request, *others = asks(4)
     pool.submit([request, *others], version=0)
     replicas.dead.add(0)
-    pool.update_adapter(AdapterUpdate("a", "a/1", 1))
+    pool.update_adapters([AdapterUpdate("a", "a/1", 1)])
     assert pool.num_under_way == 4
     (result,) = pool.collect(0.0)
     assert (result.uid, result.finish) == (request.uid, Finish.ERROR) and pool.num_under_way == 3

@@ -324,9 +324,24 @@ class Together:
 
     def shard(self, max_tokens: int) -> BatchShard:
         """Return this rank's share of the policies' batch, as Learner.shard."""
-        first, *others = self.learners.values()
-        is_apart = bool(others) and any(learner.has_experts for learner in (first, *others))
-        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
+        first = next(iter(self.learners.values()))
+        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=self.is_apart)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if each micro-batch must have samples of a single policy, as experts' adapters need."""
+        return len(self.learners) > 1 and any(learner.has_experts for learner in self.learners.values())
+
+    @torch.no_grad()
+    def score(self, batch: PackedBatch, *, rounded_as: Precision | None = None) -> Tensor:
+        """Return log-probs of a batch as Learner.score, each sequence under its own policy. Collective.
+
+        The sequences' `agent` is the index of a policy of this group, in ascending order; with is_apart they have a single one.
+        """
+        trained = dataclasses.replace(self.passes.trained, adapter_of=tuple(range(len(self.learners))))
+        model = next(iter(self.learners.values())).model
+        with nullcontext() if rounded_as is None else other_roundings(model, rounded_as):
+            return dataclasses.replace(self.passes, trained=trained).score([batch])[0]
 
     def train_step(
         self,

@@ -10,13 +10,14 @@ A correct engine's differences must be distributed like the noise:
     last tokens   of the sequences, beyond the same bound                   at most half of them
 
 The largest difference is reported but not bounded: in any MoE model, a token with nearly tied experts can be off by nats.
-See docs/weight_sync.md for measurements.
+Adapters of one base that are published together are compared each by itself, with a quarter of the sequences each; trainer and
+engine score the sequences of all of them at once. See docs/weight_sync.md for measurements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +26,10 @@ from marsrl.rollout.engines.protocol import WeightReceipt
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, Together
 from marsrl.trainer.learner.other_roundings import Precision
 
-_NUM_SEQUENCES = 16
+_NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # of a policy alone, and of each adapter of several
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median, relative to the noise's and to that of the first comparison.
 _SHARE = 0.2
@@ -88,8 +89,30 @@ def sequence_scores(
     return np.split(learner.score([batch], rounded_as=rounded_as)[0][batch.trained_rows.cpu()].numpy(), ends)
 
 
-def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
-    """Pack the sequences so that every token after the first is scored."""
+def scores_together(group: Together, names: Collection[str], engines: Precision) -> dict[str, TrainerScores]:
+    """Return trainer_scores of these policies of the group; of several, from two passes for all of them. Collective."""
+    if len(names) == 1:
+        return {name: trainer_scores(group.learners[name], engines) for name in names}
+    first = next(iter(group.learners.values()))
+    sequences = comparison_sequences(first.vocab_size)[:_NUM_OF_EACH]
+    places = [place for place, name in enumerate(group.learners) if name in names]
+    scores: dict[str, TrainerScores] = {}
+    for packed_places in [[place] for place in places] if group.is_apart else [places]:
+        agents = np.repeat(packed_places, len(sequences)).tolist()
+        batch = _packed(sequences * len(packed_places), first.align, agents)
+        plain, rounded = (
+            group.score(batch, rounded_as=precision)[batch.trained_rows.cpu()].numpy().reshape(
+                len(packed_places), len(sequences), -1
+            )
+            for precision in (None, engines)
+        )  # fmt: skip
+        for place, *of_place in zip(packed_places, plain, rounded, strict=True):
+            scores[list(group.learners)[place]] = TrainerScores(*map(list, of_place))
+    return scores
+
+
+def _packed(sequences: Sequence[IntArray], align: int, agents: Sequence[int] | None = None) -> PackedBatch:
+    """Pack the sequences so that every token after the first is scored. agents: of each sequence; None: 0."""
     every = [
         TrainSequence(
             uid=f"probe/{i}",
@@ -98,7 +121,7 @@ def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
             is_sampled=np.ones(len(tokens) - 1, bool),
             rollout_logprobs=None,
             advantage=0.0,
-            agent=0,
+            agent=0 if agents is None else agents[i],
             temperature=1.0,
         )
         for i, tokens in enumerate(sequences)
@@ -288,6 +311,33 @@ class CheckedEngines:
         """
         of_engines = self.pool.score(self._sequences, "" if bare else self.adapter)
         return self._comparison.compare(scores, of_engines, version)
+
+    @staticmethod
+    def compare_together(asked: Sequence[Compared]) -> list[ComparisonReport]:
+        """Compare several adapters of one pool as `compare` does each, by one call to the engines."""
+        first = asked[0]
+        num = len(first.scores.logprobs)
+        names = [each.engines.adapter for each in asked] + [""] * any(each.is_bare for each in asked)
+        sequences = first.engines._sequences[:num] * len(names)
+        of_engines = first.engines.pool.score(sequences, np.repeat(names, num).tolist())
+        reports = []
+        for each in asked:
+            for name in ("", each.engines.adapter) if each.is_bare else (each.engines.adapter,):
+                place = num * names.index(name)
+                own = [of_engine[place : place + num] for of_engine in of_engines]
+                report = each.engines._comparison.compare(each.scores, own, each.version)
+            reports.append(report)
+        return reports
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Adapter to compare with others. is_bare: without effect, so that the bare weights must have the same log-probs."""
+
+    engines: CheckedEngines
+    scores: TrainerScores
+    version: int
+    is_bare: bool
 
 
 def _difference(sent: int | None, held: int | None) -> str:

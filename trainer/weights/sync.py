@@ -17,6 +17,8 @@ The path of one tensor (all but both ends are in rollout/weights):
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
+Adapters of one base that change in one step are one publish: publish_together.
+
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption in transfer can cost
 weeks, so every check runs on every publish; only the comparison has an interval.
 """
@@ -30,6 +32,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,16 +51,23 @@ from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
 from marsrl.rollout.weights.files import PrivateFolder, WrittenWeights, check_room, not_written, write_version
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, Together
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.stop import Stopped
-from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores, trainer_scores
+from marsrl.trainer.weights.comparison import (
+    CheckedEngines,
+    Compared,
+    ComparisonReport,
+    TrainerScores,
+    scores_together,
+    trainer_scores,
+)
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
+StandingBy = Callable[[Callable[[], _T]], _T | None]
 """Runs a function on rank 0, while the other ranks wait for its requests (Standby.during)."""
 
 
@@ -65,6 +75,7 @@ StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
 class SyncReport:
     """Result of a verified publish.
 
+    seconds: duration of the publish; of adapters published together, of all of them.
     is_direct: without files (nccl, ipc).
     num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
@@ -147,7 +158,7 @@ class WeightSync(ABC):
         learner: Learner,
         version: int,
         engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
-        standing_by: StandingBy | None = None,
+        standing_by: StandingBy[SyncReport] | None = None,
     ) -> SyncReport | None:
         """Send the learner's weights to every engine as `version` and verify them. Collective; returns None except on rank 0.
 
@@ -175,9 +186,7 @@ class WeightSync(ABC):
             def proven() -> SyncReport:
                 """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
                 assert self._engines is not None and delivered is not None, "of rank 0"
-                slowest_s = max((receipt.checksum_seconds for receipt in delivered.receipts.values()), default=0.0)
-                seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
-                seconds_of["load"] -= seconds_of["engine_checksum"]
+                _part_load(seconds_of, [delivered])
                 self._engines.check(delivered.expected, delivered.receipts, version)
                 comparison: ComparisonReport | None = None
                 if scores is not None:
@@ -252,11 +261,16 @@ class FileSync(WeightSync):
         if self._engines is None or self._written is None:
             return None
         receipts = self._load(self._engines, str(self._written.folder), version)
-        by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
-        return Delivered(self._written.expected, by_engine, self._written.num_bytes)
+        return self._delivered(self._engines, self._written, receipts)
 
     def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
         return engines.pool.update_weights(WeightUpdate(folder, version))
+
+    def _delivered(
+        self, engines: CheckedEngines, written: WrittenWeights, receipts: Sequence[WeightReceipt]
+    ) -> Delivered:
+        by_engine = dict(zip(engines.pool.engines, receipts, strict=True))
+        return Delivered(written.expected, by_engine, written.num_bytes)
 
     def _settle(self) -> None:
         """Remove the previous version, which is kept until the new one is verified."""
@@ -317,7 +331,7 @@ class AdapterSync(FileSync):
         tensors: of the version, as read from the file that was kept of it. Raises RuntimeError if an engine holds others.
         """
         assert self._engines is not None, "of rank 0"
-        receipts = self._engines.pool.update_adapter(update)
+        (receipts,) = self._engines.pool.update_adapters([update])
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
         self._engines.check(self._checksums(tensors, self._engines), by_engine, update.version)
 
@@ -327,7 +341,8 @@ class AdapterSync(FileSync):
         return [{name: checksum(tensor) for name, tensor in of_shard} for of_shard in shards]
 
     def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
-        return engines.pool.update_adapter(AdapterUpdate(engines.adapter, folder, version))
+        (receipts,) = engines.pool.update_adapters([AdapterUpdate(engines.adapter, folder, version)])
+        return receipts
 
     def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
         if self._is_bare:
@@ -519,6 +534,102 @@ class Standby:
 
     def _send(self, policy: str, engine: int | None) -> Timed | Lost | None:
         return self._syncs[policy].send_again(self._learners[policy], self._versions[policy], engine)
+
+
+def publish_together(
+    group: Together,
+    syncs: Mapping[str, AdapterSync],
+    versions: Mapping[str, int],
+    engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
+    standing_by: StandingBy[dict[str, SyncReport]] | None = None,
+) -> dict[str, SyncReport] | None:
+    """Publish several adapters of one base as `publish` does each: one message to the engines and one comparison's passes.
+
+    syncs: of the group's policies to publish. engines_at_rest: entered once for all. Collective; returns each policy's report,
+    None except on rank 0. Raises as `publish`.
+    """
+    start, seconds_of = time.perf_counter(), dict[str, float]()
+    seconds_of_each: dict[str, dict[str, float]] = {name: {} for name in syncs}
+    scores: dict[str, TrainerScores] = {}
+    due = [name for name, sync in syncs.items() if versions[name] % sync._verify_every == 0]
+    if due:
+        with timed_part(seconds_of, "scores"):
+            scores = scores_together(group, due, syncs[due[0]]._precision)
+    for name, sync in syncs.items():
+        sync._prepare(group.learners[name], versions[name], seconds_of_each[name])
+    with engines_at_rest:
+        barrier()  # Rank 0 may have waited a while for the engines.
+        with timed_part(seconds_of, "load"):
+            delivered = _deliver_together(syncs, versions)
+
+        def proven() -> dict[str, SyncReport]:
+            """Verify, on rank 0, the weights and log-probs of every adapter on every engine."""
+            _part_load(seconds_of, list(delivered.values()))
+            for name, sync in syncs.items():
+                assert sync._engines is not None, "of rank 0"
+                sync._engines.check(delivered[name].expected, delivered[name].receipts, versions[name])
+            compared: dict[str, ComparisonReport] = {}
+            if scores:
+                with timed_part(seconds_of, "probe"):
+                    compared = _compare_together(syncs, scores, versions)
+            seconds = time.perf_counter() - start
+            return {
+                name: SyncReport(
+                    versions[name], seconds, each.num_bytes, compared.get(name), seconds_of_each[name] | seconds_of,
+                    False, len(each.receipts), digest(each.expected),
+                )
+                for name, each in delivered.items()
+            }  # fmt: skip
+
+        if standing_by is not None:
+            reports = standing_by(proven)
+        else:
+            reports = proven() if rank() == 0 else None
+    for sync in syncs.values():
+        sync._settle()
+    return reports
+
+
+def _deliver_together(syncs: Mapping[str, AdapterSync], versions: Mapping[str, int]) -> dict[str, Delivered]:
+    """Have the engines load all adapters; return, on rank 0, what each engine now holds of each."""
+    prepared = {
+        name: (sync._engines, sync._written)
+        for name, sync in syncs.items()
+        if sync._engines is not None and sync._written is not None
+    }
+    if not prepared:
+        return {}
+    updates = [AdapterUpdate(name, str(written.folder), versions[name]) for name, (_, written) in prepared.items()]
+    pool = next(engines.pool for engines, _ in prepared.values())
+    receipts = pool.update_adapters(updates)
+    return {
+        name: syncs[name]._delivered(engines, written, of_adapter)
+        for (name, (engines, written)), of_adapter in zip(prepared.items(), receipts, strict=True)
+    }
+
+
+def _compare_together(
+    syncs: Mapping[str, AdapterSync], scores: Mapping[str, TrainerScores], versions: Mapping[str, int]
+) -> dict[str, ComparisonReport]:
+    """Compare log-probs of the adapters with scores, on rank 0."""
+    asked = [
+        Compared(engines, scores[name], versions[name], sync._is_bare)
+        for name, sync in syncs.items()
+        if name in scores and (engines := sync._engines) is not None
+    ]
+    if len(asked) == 1:
+        ((name, of_one),) = scores.items()
+        return {name: syncs[name]._compare(asked[0].engines, of_one, versions[name])}
+    return dict(zip(scores, CheckedEngines.compare_together(asked), strict=True))
+
+
+def _part_load(seconds_of: dict[str, float], delivered: Sequence[Delivered]) -> None:
+    """Split the engines' checksums, of the slowest engine, off the seconds of the load."""
+    of_engines = Counter[int]()
+    for each in delivered:
+        of_engines.update({engine: receipt.checksum_seconds for engine, receipt in each.receipts.items()})
+    seconds_of["engine_checksum"] = min(max(of_engines.values(), default=0.0), seconds_of["load"])
+    seconds_of["load"] -= seconds_of["engine_checksum"]
 
 
 def digest(expected: Sequence[Mapping[str, int]]) -> str:

@@ -110,16 +110,18 @@ class LocalEngine(Engine):
 
     @torch.inference_mode()
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
-        parts = list[list[IntArray]]()
-        for sequence in sequences:
-            if not parts or sum(map(len, parts[-1])) + len(sequence) > _SCORED_TOGETHER:
-                parts.append([])
-            parts[-1].append(sequence)
+        names = [adapter] * len(sequences) if isinstance(adapter, str) else adapter
+        parts = list[tuple[list[IntArray], list[str]]]()
+        for sequence, name in zip(sequences, names, strict=True):
+            if not parts or sum(map(len, parts[-1][0])) + len(sequence) > _SCORED_TOGETHER:
+                parts.append(([], []))
+            parts[-1][0].append(sequence)
+            parts[-1][1].append(name)
         scores = []
-        for part in parts:
-            hidden = self._prefill(part, [adapter] * len(part), None)
+        for part, of_part in parts:
+            hidden = self._prefill(part, of_part, None)
             for sequence, rows in zip(part, hidden.split([*map(len, part)]), strict=True):
                 ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
                 logits = self._model.logits(rows[:-1]).div(temperature or 1.0)

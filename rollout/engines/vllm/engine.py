@@ -147,9 +147,11 @@ class VllmEngine(Engine):
                 return results
 
     def score(
-        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+        self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "", temperature: float | None = None
     ) -> list[FloatArray]:
         """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
+
+        adapter: as Engine.score.
 
         A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded
         token. This exposes cached blocks of older weights that survived an update.
@@ -157,27 +159,31 @@ class VllmEngine(Engine):
         Raises RuntimeError: right after an update, vLLM's cache still has a prefix computed with older weights; or running
         requests would be affected by a teacher's temperature.
         """
+        names = [adapter] * len(sequences) if isinstance(adapter, str) else adapter
         if temperature is not None:
             self._refuse_under_way("score")
             self._ask_workers("marsrl_divide_logits", temperature)
             try:
-                return self._scored(sequences, adapter, by_prefill=True).logprobs()
+                return self._scored(sequences, names, by_prefill=True).logprobs()
             finally:
                 self._ask_workers("marsrl_divide_logits", 1.0)
-        last = self._scored(sequences, adapter, by_prefill=False)
-        none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
-        if adapter in self._untried and none_has_anothers_prefix:
-            self._refuse_old_prefixes(last.num_cached_tokens, adapter)
-        self._untried.discard(adapter)
-        first = self._scored([s[:-1] for s in sequences], adapter, by_prefill=True)
+        last = self._scored(sequences, names, by_prefill=False)
+        starts = {(name, *s[:8]) for name, s in zip(names, sequences, strict=True)}
+        none_has_anothers_prefix = len(starts) == len(sequences)
+        if none_has_anothers_prefix:
+            cached = list(zip(names, last.num_cached_tokens(), strict=True))
+            for name in self._untried.intersection(names):
+                self._refuse_old_prefixes(max(num for own, num in cached if own == name), name)
+        self._untried.difference_update(names)
+        first = self._scored([s[:-1] for s in sequences], names, by_prefill=True)
         return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
 
-    def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
-        """Score sequences without interrupting other requests."""
+    def _scored(self, sequences: Sequence[IntArray], names: Sequence[str], *, by_prefill: bool) -> Scored:
+        """Score sequences, each with the adapter of this name, without interrupting other requests."""
         top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM then requires draws, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
-        for request in scoring.requests(self._adapters.get(adapter)):
+        for request in scoring.requests([self._adapters.get(name) for name in names]):
             self._core.add_request(request)
         while not scoring.is_over:
             self._ended += self._step() + self._stopped()

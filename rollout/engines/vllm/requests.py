@@ -155,7 +155,8 @@ class Scored:
         self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
         self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
 
-    def requests(self, adapter: LoRARequest | None) -> list[EngineCoreRequest]:
+    def requests(self, adapters: Sequence[LoRARequest | None]) -> list[EngineCoreRequest]:
+        """Return a request for each sequence, with its adapter."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -163,7 +164,7 @@ class Scored:
         if self._top_k is not None:
             drawn = {"temperature": 1, "top_k": self._top_k, "seed": 0}
         made = []
-        for key, tokens in self._sequences.items():
+        for (key, tokens), adapter in zip(self._sequences.items(), adapters, strict=True):
             asked: dict[str, Any] = (
                 {"prompt_logprobs": 0} if self._by_prefill else {"logprob_token_ids": [int(tokens[-1])]}
             )
@@ -187,11 +188,10 @@ class Scored:
     def is_over(self) -> bool:
         return all(told and told[-1].finish_reason is not None for told in self._told.values())
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Most prompt tokens of a sequence that vLLM took from its prefix cache."""
-        stats = (each.prefill_stats for told in self._told.values() for each in told)
-        return max((each.num_cached_tokens for each in stats if each is not None), default=0)
+    def num_cached_tokens(self) -> list[int]:
+        """Return the number of prompt tokens of each sequence that vLLM took from its prefix cache."""
+        stats = ([each.prefill_stats for each in told] for told in self._told.values())
+        return [max((each.num_cached_tokens for each in of_one if each is not None), default=0) for of_one in stats]
 
     def logprobs(self) -> list[FloatArray]:
         """Return [N-1] float32 of each sequence by prefill, else [1]; nats."""
