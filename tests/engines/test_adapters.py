@@ -37,7 +37,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import EngineShard
-from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores, comparison_sequences
+from marsrl.trainer.weights.comparison import CheckedEngines, Compared, TrainerScores, comparison_sequences
 from marsrl.trainer.weights.sync import AdapterSync
 
 pytestmark = pytest.mark.slow
@@ -195,6 +195,12 @@ def test_mixed_adapters_in_one_batch_decode_as_peft_does(served: Served) -> None
     for name in ("a", "b", ""):
         (right,) = peft_logprobs(served.model, served.folders.get(name), probe)
         np.testing.assert_allclose(served.engine.score(probe, name)[0], right, atol=1e-4, rtol=0)
+    names = ["b", "", "a", "b"]
+    for found, name in zip(served.engine.score(probe * 3 + [prompt(41, seed=4)], names), names, strict=True):
+        (right,) = peft_logprobs(
+            served.model, served.folders.get(name), probe if len(found) == 69 else [prompt(41, seed=4)]
+        )
+        np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
 
 
 @of_vllm
@@ -333,6 +339,23 @@ def test_publish_verifies_an_adapter_and_removes_the_old_one(
     monkeypatch.undo()
     served.update("a")
     served.update("b")
+
+
+@pytest.mark.parametrize("served", ["local qwen3", "vllm qwen3"], indirect=True)
+def test_of_adapters_compared_together_a_wrong_one_is_named(served: Served) -> None:
+    pool, sequences = pool_of(served.engine), comparison_sequences(160)[:4]
+    engines = {name: CheckedEngines(pool, vocab_size=160, adapter=name) for name in "ab"}
+
+    def scores(folder: Path) -> TrainerScores:
+        found = peft_logprobs(served.model, folder, sequences)
+        return TrainerScores(found, [each + np.float32(1e-5) for each in found])
+
+    def compared(**of: str) -> list[Compared]:
+        return [Compared(engines[name], scores(served.folders[whose]), 7, False) for name, whose in of.items()]
+
+    assert [each.num_tokens for each in CheckedEngines.compare_together(compared(a="a", b="b"))] == [160, 160]
+    with pytest.raises(RuntimeError, match="adapter b, version 7: trainer and engine 0 disagree on the probe"):
+        CheckedEngines.compare_together(compared(a="a", b="a"))
 
 
 @pytest.mark.parametrize("served", ["local qwen3", "vllm qwen3"], indirect=True)

@@ -137,7 +137,9 @@ class EngineComparison:
     relative to the noise, with a bound of at least 2 and at most 3 times the noise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: str = "") -> None:
+        """Create it for an adapter, which messages name; "": the model's weights."""
+        self.whose = f"adapter {adapter}, " if adapter else ""
         self._most = _FIRST  # Largest allowed ratio of the median difference to the noise's median.
         self._is_first = True
 
@@ -149,7 +151,7 @@ class EngineComparison:
         Raises RuntimeError if there is nothing to compare, a log-prob is not finite, or an engine differs by more than rounding;
         with the statistic, its value and bound, the engine, and the token that differs most.
         """
-        where = f"weight sync: version {version}"
+        where = f"weight sync: {self.whose}version {version}"
         ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
         rounded = _finite(trainer.rounded, f"{where}: the trainer's perturbed log-probs of the probe")
         lengths = [len(sequence) for sequence in trainer.logprobs]
@@ -279,7 +281,7 @@ class CheckedEngines:
                         "; config.json is read differently, or an engine option overrides it: check the engine's options"
                     )
         self.pool, self.adapter, self.shards_of_each = pool, adapter, infos[0].shards
-        self._comparison = EngineComparison()
+        self._comparison = EngineComparison(adapter)
         self._sequences = comparison_sequences(vocab_size)
         pool.score(self._sequences, adapter)
 
@@ -300,8 +302,8 @@ class CheckedEngines:
                 wrong += [f"{where_shard}{name} ({_difference(sent.get(name), held.get(name))})" for name in names]
             if wrong:
                 raise RuntimeError(
-                    f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "
-                    f"{sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
+                    f"weight sync: {self._comparison.whose}version {version}: engine {engine} does not hold what was "
+                    f"sent: {len(wrong)} of {sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
                 )
 
     def compare(self, scores: TrainerScores, version: int, *, bare: bool = False) -> ComparisonReport:
