@@ -227,9 +227,14 @@ def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
-    """Return means of these metrics over the last quarter of the steps; 0 for missing ones."""
+    """Return means of these metrics over the last quarter of the steps, and over policies if each has its own; 0 if missing."""
     last = rows[-max(1, len(rows) // 4) :]
-    return {name: statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
+
+    def value(row: Any, name: str) -> float:
+        of_policies = [number or 0.0 for key, number in row.items() if key.endswith(f"/{name}")]
+        return row.get(name) or 0.0 if name in row or not of_policies else statistics.fmean(of_policies)
+
+    return {name: statistics.fmean(value(row, name) for row in last) for name in names}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -182,7 +182,7 @@ def test_a_moved_engine_decodes_with_its_new_policy_s_weights(
     assert [row["rollout/engines/verifier"] for row in rows] == [2, 2, 1, 1]
     assert "an engine of verifier has moved to solver; engines now: solver 2, verifier 1" in capsys.readouterr().err
     for row in rows:
-        assert row["sync/direct"] == 1 and row["rollout/engine_restarts"] == 0
+        assert row["solver/sync/direct"] == 1 and row["rollout/engine_restarts"] == 0
         # The Verifier is only asked about solutions that ended, which a random model does by chance.
         for name in ("solver", *(["verifier"] if row.get("cost/verifier/output_tokens") else [])):
             assert row[f"cost/{name}/seconds"] == row[f"policy_cost/{name}/seconds"] > 0
