@@ -2,7 +2,7 @@
 
     versions     every token was decoded by a version that was published before, and verified on every engine
     log-probs    those of the samples agree with the trainer's, at the version that decoded all of the sample
-    tokens       the decoded tokens are those of the samples, and no sample is missing
+    tokens       the decoded tokens of trained policies are those of the samples, and no sample is missing
     once         no sample was trained twice, and the updates had the tokens that the samples say
     staleness    no token is newer than the version that trained on it
 
@@ -13,6 +13,7 @@ rounding in the comparison before (docs/weight_sync.md). Other weights are off b
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,13 @@ from marsrl.trainer.report.samples_log import SampleTrace, read_traces
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 _MOST_NOISE, _FLOOR = 3.0, 1e-6  # bounds as in trainer/weights/comparison.py
-_EXPLAIN = ("rollout/dropped_stragglers", "rollout/errors", "rollout/failed_episodes", "rollout/failed_requests")
+_EXPLAIN = (
+    "rollout/dropped_stragglers",
+    "rollout/errors",
+    "rollout/failed_episodes",
+    "rollout/failed_requests",
+    "rollout/replayed_sessions",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,15 @@ class _Steps:
         self.is_whole = step is None
         self.publishes = read_publishes(run.publishes)
         self.policies = {publish.policy for publish in self.publishes}
+        self._last: dict[tuple[str, bool], tuple[list[int], list[Publish]]] = defaultdict(lambda: ([], []))
+        self.first_step: dict[tuple[str, int], int] = {}  # step of the first verified publish of (policy, version)
+        for publish in self.publishes:
+            for is_compared in {False, publish.noise is not None}:
+                steps, of_policy = self._last[publish.policy, is_compared]
+                steps.append(publish.step)
+                of_policy.append(publish)
+            if publish.engines:
+                self.first_step.setdefault((publish.policy, publish.version), publish.step)
         if not self.samples:
             raise ValueError(f"{run.path} has no samples of a finished step; audit it after its first step")
         if not self.publishes or any(not sample.fate for rows in self.samples.values() for sample in rows):
@@ -76,9 +92,11 @@ class _Steps:
         for step, samples in self.samples.items():
             yield from ((step, sample) for sample in samples if sample.policy in self.policies)
 
-    def before(self, step: int, policy: str) -> list[Publish]:
-        """Return the policy's publishes before a step, in order."""
-        return [each for each in self.publishes if each.policy == policy and each.step < step]
+    def last(self, step: int, policy: str, *, is_compared: bool = False) -> Publish | None:
+        """Return the policy's last publish (is_compared: with a comparison) before a step; None if there is none."""
+        steps, of_policy = self._last[policy, is_compared]
+        place = bisect_left(steps, step)
+        return of_policy[place - 1] if place else None
 
 
 def audit(run: RunDirectory, step: int | None = None) -> Audit:
@@ -95,20 +113,19 @@ def audit(run: RunDirectory, step: int | None = None) -> Audit:
 
 
 def _versions(steps: _Steps) -> Check:
-    digests: dict[tuple[str, int], set[str]] = defaultdict(set)
+    digests: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for publish in steps.publishes:
-        digests[publish.policy, publish.version].add(publish.digest)
+        digests[publish.policy, publish.version, publish.shards].add(publish.digest)
     problems = [
         f"version {version} of {policy} was published with {len(found)} different contents"
-        for (policy, version), found in digests.items()
+        for (policy, version, _), found in digests.items()
         if len(found) > 1
     ]
     seen: set[tuple[str, int]] = set()
     for step, sample in steps.of_trained():
-        known = {publish.version for publish in steps.before(step, sample.policy) if publish.engines}
         for segment in sample.segments:
             seen.add((sample.policy, segment.version))
-            if segment.version not in known:
+            if steps.first_step.get((sample.policy, segment.version), step) >= step:
                 problems.append(
                     f"step {step}: {sample.uid} has tokens of version {segment.version} of {sample.policy}, which had not been "
                     "published and verified"
@@ -120,15 +137,15 @@ def _logprobs(steps: _Steps) -> Check:
     problems, medians = [], []
     gaps: dict[tuple[int, str, str], list[float]] = defaultdict(list)
     for step, sample in steps.of_trained():
-        published = steps.before(step, sample.policy)
-        is_present = published and {segment.version for segment in sample.segments} == {published[-1].version}
+        present = steps.last(step, sample.policy)
+        is_present = present is not None and {segment.version for segment in sample.segments} == {present.version}
         if sample.gap is not None and sample.update == 1 and is_present:
             gaps[step, sample.policy, sample.agent].append(sample.gap)
     for (step, policy, agent), values in gaps.items():
-        noises = [publish.noise for publish in steps.before(step, policy) if publish.noise is not None]
-        if not noises:
+        compared = steps.last(step, policy, is_compared=True)
+        if compared is None or compared.noise is None:
             continue
-        median, bound = statistics.median(values), _MOST_NOISE * (noises[-1] + _FLOOR)
+        median, bound = statistics.median(values), _MOST_NOISE * (compared.noise + _FLOOR)
         medians.append(median / bound)
         if median > bound:
             problems.append(
@@ -154,21 +171,29 @@ def _tokens(steps: _Steps) -> Check:
         lost = [sample for sample in samples if sample.fate == LOST]
         if lost:
             problems.append(f"step {step}: {len(lost)} samples with a gradient are in no update, first {lost[0].uid}")
-    sampled = sum(sample.num_sampled for samples in steps.samples.values() for sample in samples)
+    sampled = Counter[str]()
+    for _, sample in steps.of_trained():
+        sampled[sample.policy] += sample.num_sampled
     if not steps.is_whole or len(steps.samples) != len(steps.rows):
-        return _check("tokens", problems, f"{sampled:,} tokens in {len(steps.samples)} steps, all with their fate")
-    decoded = sum(values.get("rollout/tokens") or 0 for values in steps.rows.values())
+        text = f"{sampled.total():,} tokens in {len(steps.samples)} steps, all with their fate"
+        return _check("tokens", problems, text)
     last = steps.rows[max(steps.rows)]
     reasons = {name: sum(values.get(name) or 0 for values in steps.rows.values()) for name in _EXPLAIN}
-    reasons["rollout/unfinished"] = last.get("rollout/unfinished") or 0
     named = ", ".join(f"{name} {value:.0f}" for name, value in reasons.items() if value)
-    left = round(decoded - sampled)
-    if left < 0 or (left and not named):
-        problems.append(
-            f"{decoded:,.0f} tokens were decoded and the samples have {sampled:,}; nothing explains the difference"
-        )
-    rest = f"; {left:,} more were decoded for other attempts or samples in progress ({named})" if left else ""
-    return _check("tokens", problems, f"{sampled:,} decoded tokens, all with their fate{rest}")
+    in_progress = dropped = 0
+    for policy in sorted(steps.policies):
+        decoded = round(sum(values.get(f"policy_cost/{policy}/output_tokens") or 0 for values in steps.rows.values()))
+        carried = round(last.get(f"rollout/carried_tokens/{policy}") or 0)
+        left = decoded - sampled[policy] - carried
+        if left < 0 or (left and not named):
+            problems.append(
+                f"{decoded:,} tokens of {policy} were decoded; its samples have {sampled[policy]:,}, those in progress "
+                f"{carried:,}; nothing explains the difference"
+            )
+        in_progress, dropped = in_progress + carried, dropped + left
+    rest = f"; {in_progress:,} more of samples in progress" if in_progress else ""
+    rest += f"; {dropped:,} more of samples or attempts that were dropped ({named})" if dropped else ""
+    return _check("tokens", problems, f"{sampled.total():,} decoded tokens, all with their fate{rest}")
 
 
 def _once(steps: _Steps) -> Check:
@@ -198,9 +223,11 @@ def _once(steps: _Steps) -> Check:
 def _staleness(steps: _Steps) -> Check:
     problems, largest = [], 0
     for step, sample in steps.of_trained():
-        published = steps.before(step, sample.policy)
-        for segment in sample.segments if published else ():
-            age = published[-1].version - segment.version
+        present = steps.last(step, sample.policy)
+        if present is None:
+            continue
+        for segment in sample.segments:
+            age = present.version - segment.version
             largest = max(largest, age)
             if age < 0:
                 problems.append(

@@ -301,6 +301,13 @@ class Sample:
         return self.episode_id if self.turns else self.uid
 
     @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy chose, answers included that no program read."""
+        if self.turns:
+            return sum(turn.end - turn.start for turn in self.turns)
+        return int(np.count_nonzero(self.is_sampled))
+
+    @property
     def length(self) -> int:
         """Number of tokens up to the end of the last answer that a program read; of a team's sample, all tokens."""
         read = [turn.end for turn in self.turns if turn.fate is Fate.READ]

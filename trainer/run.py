@@ -393,6 +393,7 @@ class Run:
                 None if compared is None else compared.noise,
                 report.num_bytes,
                 round(report.seconds, 4),
+                report.num_shards,
             ),
         )
         driver.num_syncs += 1

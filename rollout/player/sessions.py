@@ -33,6 +33,7 @@ class OpenSessions:
         self._open = open_asks
         for episode in episodes:
             if episode.open_calls:
+                self._counts["rollout/replayed_sessions"] += 1
                 for name in episode.asks:
                     open_asks.pop(name, None)
                 episode.asks.clear()

@@ -33,8 +33,8 @@ order in which samples finish. With rollout.overlap > 0 a group that closes adds
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -76,6 +76,7 @@ class RolloutState:
     num_taken: int = 0  # batches taken by the trainer
     refill: RefillCounts = field(default_factory=RefillCounts)
     resting: dict[str, Rest] = field(default_factory=dict)  # by problem id, until a group of the problem has spread
+    counts: dict[str, float] = field(default_factory=dict)  # metrics of decoding since the last batch
 
     def copy(self) -> RolloutState:
         """Return an independent copy. Samples, groups and arrays are immutable, and shared."""
@@ -177,7 +178,7 @@ class Stages:
 
     def snapshot(self) -> RolloutState:
         """Return the state for a checkpoint. A running segment is not part of it and is decoded again."""
-        return self.state.copy()
+        return replace(self.state.copy(), counts=dict(self.player.counts))
 
     def restore(self, state: RolloutState) -> None:
         """Continue from a checkpoint; before the first `resume`."""
@@ -187,6 +188,7 @@ class Stages:
         self._num_wanted = self.state.num_taken
         if self._counting is None or not self._counting.rest:
             self.state.resting.clear()  # data.rest is off now
+        self.player.counts.update(self.state.counts)
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
         self.player.restore(self.state.open, episodes)
         self._go_on()
@@ -432,10 +434,14 @@ class Stages:
         while state.num_stages > state.num_batches + num_over and self._is_over():
             self._awaited.popleft()
             num_over += 1
+        carried = self._carried_tokens()
+        carried.update(self._tokens_of(sample for group in groups for sample in group.samples))
         for i in range(num_over):  # stages that end together share the groups
             share = groups[len(groups) * i // num_over : len(groups) * (i + 1) // num_over]
             counts = self.player.counts
             metrics = {**counts, "rollout/stages": self._num_played, "rollout/unfinished": self.num_unfinished}
+            carried.subtract(self._tokens_of(sample for group in share for sample in group.samples))
+            metrics |= {f"rollout/carried_tokens/{policy}": number for policy, number in carried.items()}
             state.ready.append(StepBatch(tuple(share), metrics))
             counts.clear()
             self._num_played = 0
@@ -488,6 +494,21 @@ class Stages:
             if self._counting.rest:
                 self.player.counts["data/resting"] = sum(bool(each.left) for each in self.state.resting.values())
             self.state.refill = RefillCounts()
+
+    def _carried_tokens(self) -> Counter[str]:
+        """Count decoded tokens of samples that are not in a closed group, by policy."""
+        held = [sample for instance in self.state.instances.values() for sample in instance.held]
+        held += [sample for ask in self.state.open.values() for sample in ask.samples]
+        carried = self._tokens_of(held)
+        for each in self._unfinished():
+            carried[self.team.agents[each.agent].policy] += int(np.count_nonzero(each.is_sampled))
+        return carried
+
+    def _tokens_of(self, samples: Iterable[Sample]) -> Counter[str]:
+        counts = Counter(dict.fromkeys((agent.policy for agent in self.team.agents.values()), 0))
+        for sample in samples:
+            counts[self.team.agents[sample.agent].policy] += sample.num_sampled
+        return counts
 
     def _unfinished(self) -> list[Completion]:
         return [each for ask in self.state.open.values() for each in ask.unfinished]

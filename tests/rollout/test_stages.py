@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import Counter
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from letters import (
@@ -155,6 +156,29 @@ def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     assert sorted(solver) == [f"{i:06d}" for i in range(1, books.num_instances + 1)]
     problems = Counter(s.problem_id for g in groups if g.agent == "solver" for s in g.samples[:1])
     assert max(problems.values()) == 1 and books.num_instances <= 60
+
+
+@pytest.mark.parametrize("trains_whole", [False, True])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "stragglers dropped"])
+def test_batches_count_every_token_even_after_a_restart(name: str, trains_whole: bool) -> None:
+    def play(**state: Any) -> Play:
+        found = Play(CONFIGS[name], **state)
+        found.stages.trains_whole = trains_whole
+        return found
+
+    again, decoded, trained = play(), 0.0, 0
+    for life in range(3):
+        for _ in range(2):
+            batch = next_batch(again.stages)
+            decoded += batch.metrics.get("rollout/tokens", 0)
+            trained += sum(sample.num_sampled for group in batch.groups for sample in group.samples)
+            assert decoded == trained + batch.metrics["rollout/carried_tokens/main"]
+            for _ in range(3):
+                again.stages.advance(0.0)
+            again.stages.rest()
+            again.publish(again.version + 1)
+        again.stages.advance(0.0)  # decodes a part of what the process will decode again
+        again = play(version=2 * life + 2, state=decode(RolloutState, encode(again.stages.snapshot())))
 
 
 @pytest.mark.parametrize("overlap", [1, 2, 3])

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from marsrl.rollout.types import Fate, Group, Sample
 from marsrl.trainer.learner.trained_tokens import TrainedSample
 
@@ -64,9 +62,7 @@ def fates(
     with_gradient = {sequence.uid for sequence in credited.sequences}
     found = {}
     for sample in (sample for group in groups for sample in group.samples):
-        parts, num_sampled = parts_of.get(sample.uid, []), int(np.count_nonzero(sample.is_sampled))
-        if sample.turns:
-            num_sampled = sum(turn.end - turn.start for turn in sample.turns)
+        parts, num_sampled = parts_of.get(sample.uid, []), sample.num_sampled
         fate = _untrained(sample, trains, credited, with_gradient)
         if not parts:
             found[sample.uid] = SampleFate(fate, num_sampled)

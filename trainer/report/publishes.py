@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ class Publish:
     """One version of a policy on its engines, once all checks have passed.
 
     step: step that ended with it; 0, or the step resumed from, at a start. digest: of the checksums of every tensor that was sent
-    and that each engine holds; two publishes of a version have the same. engines: number of engines that were checked.
+    and that each engine holds; two publishes of a version to engines of as many shards have the same. engines: number of engines
+    that were checked. shards: parts into which an engine divides its weights.
     median, noise: of the comparison of log-probs, nats (weights/comparison.py); None if it was not due.
     """
 
@@ -28,12 +30,15 @@ class Publish:
     noise: float | None
     num_bytes: int
     seconds: float
+    shards: int = 1
 
 
 def append_publish(path: Path, publish: Publish) -> None:
     """Append a line, which readers see completely or not at all."""
     with names_file(path), open(path, "ab") as file:
         file.write(msgspec.json.encode(publish) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())  # metrics.jsonl, which the audit compares with it, is flushed too.
 
 
 def read_publishes(path: Path) -> list[Publish]:
@@ -46,7 +51,7 @@ def read_publishes(path: Path) -> list[Publish]:
             publishes.append(msgspec.json.decode(line, type=Publish))
         except msgspec.DecodeError as error:
             raise ValueError(
-                f"{path}, line {number}: {line[:80]!r} is no publish ({error}); the file is damaged"
+                f"{path}, line {number}: {line[:80]!r} is not a line of a publish ({error}); remove it or restore the file"
             ) from error
     return publishes
 

@@ -80,7 +80,8 @@ class SyncReport:
     num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
     comparison: None if it was not due (sync.verify_every).
-    num_engines, digest: number of engines that were verified, and a digest of the checksums of what each of them holds.
+    num_engines, num_shards: number of engines that were verified, and of the parts into which each divides its weights.
+    digest: of the checksums of what each engine holds.
     seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
         sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
@@ -94,6 +95,7 @@ class SyncReport:
     seconds_of: Mapping[str, float]
     is_direct: bool
     num_engines: int
+    num_shards: int
     digest: str
     changed_share: float | None = None
 
@@ -195,7 +197,7 @@ class WeightSync(ABC):
                 seconds = time.perf_counter() - start
                 return SyncReport(
                     version, seconds, delivered.num_bytes, comparison, seconds_of, self.is_direct,
-                    len(delivered.receipts), digest(delivered.expected), delivered.changed_share,
+                    len(delivered.receipts), len(delivered.expected), digest(delivered.expected), delivered.changed_share,
                 )  # fmt: skip
 
             if standing_by is not None:
