@@ -229,10 +229,11 @@ class Instance:
     """One draw of a problem, while any part of it is running.
 
     episodes: running ones, by id. held: samples that wait for the instance's end, to be trained together. is_added: drawn for
-    rollout.refill. is_counted: has a group that rollout.refill counted.
+    rollout.refill. is_counted: has a group that rollout.refill counted. has_spread: has a counted group with spread.
     """
 
     episodes: dict[str, Episode] = field(default_factory=dict)
     held: list[Sample] = field(default_factory=list)
     is_added: bool = False
     is_counted: bool = False
+    has_spread: bool = False

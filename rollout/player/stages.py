@@ -390,8 +390,9 @@ class Stages:
         spread, instance = self._counting.spread_of(groups), self.state.instances[rollout_id]
         self.state.refill.count(spread, groups, is_added=instance.is_added)
         instance.is_counted = True
+        instance.has_spread |= spread is Spread.TASK
         resting, longest = self.state.resting, self._counting.rest
-        if spread is Spread.TASK:
+        if instance.has_spread:
             resting.pop(problem.id, None)
         elif longest and spread is not Spread.UNKNOWN:
             last = resting.get(problem.id, Rest(0, 0))

@@ -269,6 +269,18 @@ def test_a_dead_problem_rests_longer_each_time_until_it_has_spread(restart: bool
     assert epochs_of("p1", range(20), rest=0) == [*range(20)]
 
 
+@pytest.mark.parametrize(
+    "spreads", [(Spread.TASK, Spread.NONE), (Spread.NONE, Spread.TASK), (Spread.NONE, Spread.NONE)]
+)
+def test_a_problem_rests_if_none_of_its_groups_has_spread(spreads: tuple[Spread, Spread]) -> None:
+    of_groups = iter(spreads * 9)  # one problem, of which a group of Verifiers reads each of two solutions
+    counting = Counting(lambda groups: next(of_groups), "verifier1", 4)
+    config = letter_config(overlap=0, prompts_per_step=1, pipeline="trajectory")
+    play = Play(config, script=live(1), problems=1, orchestration="verifier_corrector", counting=counting)
+    next_batch(play.stages)
+    assert bool(play.stages.state.resting) == (Spread.TASK not in spreads)
+
+
 def test_problems_do_not_rest_after_a_resume_without_data_rest() -> None:
     config, options = letter_config(overlap=0, prompts_per_step=3), {"problems": 3, "orchestration": "solver"}
     play = Play(config, script=live(), counting=Counting(spread_of, "solver", 4), **options)
