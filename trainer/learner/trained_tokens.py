@@ -32,7 +32,7 @@ class TrainedTokens:
 class TrainedSample:
     """A sample's tokens in an update, or the part of them on one context-parallel rank.
 
-    num_tokens: trained tokens, each copy of the sample counted. gap: sum of |log p_trainer - log p_rollout| over them, nats,
+    num_tokens: trained tokens, whatever the sample's weight. gap: sum of |log p_trainer - log p_rollout| over them, nats,
     before the update; NaN if rollout log-probs are unknown. is_applied: False if the update was skipped. update: its number,
     from 1, in the step.
     """

@@ -34,8 +34,8 @@ credit.train_agents). update skipped: the update was not finite. lost: none of t
 
 @dataclass(frozen=True, slots=True)
 class SampleFate:
-    """A sample's fate. num_sampled: tokens that its policy chose, answers included that no program read. num_trained: tokens in
-    an update, each copy counted (credit.balance).
+    """A sample's fate. num_sampled: tokens that its policy chose, answers included that no program read. num_trained: of these,
+    tokens in an update, whatever the sample's weight (credit.balance).
 
     update: number, from 1, of the step's update that trained it; 0: none. gap: mean |log p_trainer - log p_rollout| of its
     trained tokens before that update, nats; None: not trained, or unknown.
