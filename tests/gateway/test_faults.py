@@ -377,6 +377,7 @@ def test_a_resume_replays_open_sessions_only(model: Path, tmp_path: Path) -> Non
     assert counted == {"episodes": 4, "unfinished": 0, "replayed_sessions": 2}  # two ended before the resume
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
+    assert unbroken.metrics["rollout/tokens"] == sum(s.num_sampled for group in unbroken.groups for s in group.samples)
 
 
 def test_a_client_gets_blanks_until_the_engine_answers(model: Path, tmp_path: Path) -> None:
