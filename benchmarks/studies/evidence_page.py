@@ -33,9 +33,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: Mapping[str, Sequence[float | None]] = field(
-        default_factory=dict
-    )  # of arms.curves, or over a game's checkpoints
+    curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # arms.curves, or over a game's checkpoints
 
 
 Results = Mapping[tuple[str, str, int], Result]

@@ -184,7 +184,15 @@ def test_a_run_on_gpus_passes_its_checks(
         words.append(f"sync.directory={desk.folder}")
     config, shown = dry_run(words, capsys)
     assert "samples a step" in shown
-    preset.get("policies", {}).get("main", {}).pop("model", None)
+    for key in [
+        "policies.main.model",
+        *(word.partition("=")[0] for word in words if "=" in word),
+    ]:  # The command sets these.
+        *sections, name = key.split(".")
+        part = preset
+        for section in sections:
+            part = part.get(section, {})
+        part.pop(name, None)
     assert holds({key: preset[key] for key in ("policies", "rollout") if key in preset}, config)
 
 
@@ -196,6 +204,7 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
 
 
 TEAMS = {  # agents, and a phrase of the batch arithmetic
+    "rollout.refill.groups=6": ("solver", "one agent: 128 samples a step"),  # at most 16 problems
     "orchestration=solver": ("solver", "one agent: 64 samples a step"),
     "orchestration=solver_verifier": ("solver verifier", "128 samples of solver"),
     "preset=cpu_solver_verifier": ("solver verifier", "128 samples of solver"),

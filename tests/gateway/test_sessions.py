@@ -88,8 +88,8 @@ def test_an_instance_counts_for_refill_when_its_sessions_end(model: Path, tmp_pa
     trained = sorted(int(group.rollout_id) for each in batches for group in each.groups)
     assert trained[:4] == [1, 2, 3, 4] and len(set(trained)) == len(trained)
     added = sum(each.metrics.get("refill/problems", 0) for each in batches)
-    # With overlap, an added problem may still be played when the second batch is complete.
-    assert added == 2 if not overlap else len(trained) - 4 <= added <= 2
+    # With overlap, enough groups may be live before the dead ones close, and problems of a later stage may end early.
+    assert added == 2 if not overlap else added <= 2
     assert sum(each.metrics.get("refill/dead", 0) for each in batches) == 2
 
 

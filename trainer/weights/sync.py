@@ -578,7 +578,7 @@ def publish_together(
             return {
                 name: SyncReport(
                     versions[name], seconds, each.num_bytes, compared.get(name), seconds_of_each[name] | seconds_of,
-                    False, len(each.receipts), digest(each.expected),
+                    False, len(each.receipts), len(each.expected), digest(each.expected),
                 )
                 for name, each in delivered.items()
             }  # fmt: skip
