@@ -82,7 +82,7 @@ class Gradient:
     """The autograd node of an op, and what it saves for the backward.
 
     num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
-    num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward reads them too.
+    num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward also reads the outputs.
     num_unread: number of leading tensors of which the backward reads only shape and dtype, so their memory is not kept.
     """
 

@@ -19,7 +19,7 @@ class MainGrad:
     total: Tensor
 
     def placeholder(self) -> Tensor | None:
-        """Return what the backward returns for the weight once the gradient is in total.
+        """Return the value that a backward returns for the weight after it has added the gradient to `total`.
 
         With Megatron's `grad_added_to_main_grad`, which is set here, this is an uninitialised tensor: Megatron's hooks need one
         and ignore its values. Otherwise it is None.
@@ -27,16 +27,16 @@ class MainGrad:
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None
         self.weight.grad_added_to_main_grad = True
-        if getattr(self.weight, "zero_out_wgrad", False):  # set where another use of the weight adds a real gradient
+        if getattr(self.weight, "zero_out_wgrad", False):  # True if another use of the weight adds a real gradient
             return self.weight.new_zeros(self.total.shape)
         return self.weight.new_empty(self.total.shape)
 
 
 def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output.T @ total_input to main_grad in place, as apex's kernel of this name, which Megatron calls.
+    """Add grad_output.T @ total_input to main_grad in place, like apex's function of this name, which Megatron calls.
 
     total_input: [T, in]; grad_output: [T, out], in the same dtype; main_grad: [out, in] float32. 16-bit tensors need a GPU: torch
-    2.13 has no such GEMM for CPUs. The GEMM adds its float32 sums; otherwise the gradient would be rounded to 16 bits, written,
+    2.13 has no such GEMM for CPUs. The GEMM accumulates in float32. Otherwise the gradient would be rounded to 16 bits, written,
     and read again by a kernel that adds it.
     """
     if total_input.dtype == torch.float32:

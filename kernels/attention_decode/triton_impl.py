@@ -1,4 +1,4 @@
-"""Decoding attention on a GPU: the launches. Nothing waits for the device."""
+"""Launches of the Triton kernels for decoding attention. The host never waits for the GPU."""
 
 from math import e, log2
 

@@ -39,8 +39,8 @@ def attention_varlen(
         causal: a query sees no later key; a sequence's last query is aligned with its last key.
         max_seqlen: upper bound of the sequence lengths, if the host knows one: flash-attn then launches fewer blocks.
             None: the number of tokens.
-        deterministic: the gradient is bitwise reproducible. Ours always is; flash-attn 2 then keeps several copies of the
-            queries' gradient, each 4 T N D bytes, and adds them in order.
+        deterministic: the gradient is bitwise reproducible. With our kernels it always is; flash-attn 2 then keeps several
+            copies of the queries' gradient, each 4 T N D bytes, and adds them in order.
 
     Returns [T, N, D] in the dtype of q. Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
 

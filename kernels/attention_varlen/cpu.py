@@ -25,7 +25,7 @@ class PaddedSegments:
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
-@torch.inference_mode(False)  # a learner may save what an engine computed first
+@torch.inference_mode(False)  # the result is cached, and a learner may save it for a backward
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     """Group segments by length so that at most half of the positions are padding: log2(longest / shortest) calls."""
     segments = sorted(

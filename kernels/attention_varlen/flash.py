@@ -70,7 +70,7 @@ def attention_varlen_flash(
     max_seqlen: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return [T, N, D] as the reference defines it; flash-attn too aligns a causal mask at the last key."""
+    """Return [T, N, D] as the reference defines it; like the reference, flash-attn aligns a causal mask at the last key."""
     function = _function(version.module)
     assert not isinstance(function, str), function
     result = function(
@@ -129,7 +129,7 @@ def _function(module: str) -> Callable[..., Any] | str:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """Return None if varlen_attn can serve these arguments (the last one is `deterministic`), else the reason."""
+    """Return None if varlen_attn can serve these arguments, else the reason. The last argument is `deterministic`."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward pass is deterministic only under torch.use_deterministic_algorithms(True)"
     return why_not_flash_kernels(q)

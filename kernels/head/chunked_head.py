@@ -47,7 +47,7 @@ COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """Buffer of rows of dz, which enter the backward GEMMs when the next rows would not fit."""
+    """Buffer of rows of dz. The backward GEMMs read them when the next rows would not fit."""
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer
@@ -93,7 +93,7 @@ class Chunks:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
-        """Yield (chunk, its product by the kernels, which the next chunk overwrites)."""
+        """Yield each chunk with its product by the kernels. The next chunk overwrites the product."""
         raise NotImplementedError
 
     def statistics(self, product: Any, chunk: Rows, out: Statistics) -> None:

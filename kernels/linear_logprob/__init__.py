@@ -45,7 +45,7 @@ def linear_logprob(
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
         weight: [V, H]; under tp_group this rank's shard of equal size, in rank order.
         targets: [T] int, ids in the whole vocabulary.
-        temperature: positive, finite number, or [T] float of such. It gets no gradient.
+        temperature: a positive, finite number, or [T] float of such numbers. It gets no gradient.
         tp_group: process group over which the vocabulary is cut; hidden and targets are the same on its ranks. The
             gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
             copy_to / gather_from regions do.

@@ -31,7 +31,7 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """Order rows by routing_map [T, E] bool: True where the token goes to the expert, at num_rows places.
+        """Order rows by routing_map [T, E] bool, which is True where a token goes to an expert: at num_rows places.
 
         Raises:
             ValueError: a map in host memory is not True at num_rows places. A map on a device is not checked: with fewer

@@ -1,4 +1,4 @@
-"""Tokens to rows and back by PyTorch's CPU kernels, which read each value once and sum in float32 in row order.
+"""Permutation of tokens to rows and back by PyTorch's CPU kernels, which read each value once and sum in float32 in row order.
 
 PyTorch's GPU kernels are not used, because the order of their sums is unspecified.
 """

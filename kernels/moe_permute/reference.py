@@ -1,4 +1,4 @@
-"""Tokens to rows and back in plain PyTorch: the definition. Sums are float32 (float64 for float64 input), rounded once."""
+"""Permutation of tokens to rows and back, defined in plain PyTorch. Sums are float32 (float64 for float64), rounded once."""
 
 import torch
 from torch import Tensor

@@ -22,8 +22,8 @@ def rms_norm(
 ) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight; differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
 
-    If given, a rotation follows, as for queries and keys: columns i and N/2 + i, a pair in Qwen and Llama, turn by angle i of
-    the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
+    A rotation, if given, follows the norm, as for queries and keys: columns i and N/2 + i (a pair in Qwen and Llama) turn by
+    angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
 
     The arithmetic is float32, rounded once at the end. The backward keeps x, weight and one float32 number per row. The gradient
     of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are read in

@@ -91,7 +91,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a program by the width alone, so that a row's bits do not depend on other rows."""
+    """Return (rows, columns, warps) of a program. They depend only on the width, so other rows do not change a row's bits."""
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
     return rows, block, max(4, rows * block // 512)

@@ -1,4 +1,4 @@
-"""SwiGLU through csrc/cpu/swiglu.cpp, threads over rows."""
+"""SwiGLU by csrc/cpu/swiglu.cpp, with threads over rows."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -133,7 +133,7 @@ class RowKernels:
     def gradients(
         self, product: Any, rows: Rows, head: "Head", slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        """Write dz of the n rows with a coefficient or entropy_coefficient to out[:n], their tokens to active[:n].
+        """Write dz of the n rows with a coefficient or entropy_coefficient to out[:n], and their tokens to active[:n].
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 

@@ -152,9 +152,9 @@ def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | Non
 
 
 def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Return the block sizes of a join: many rows per program if pieces are few.
+    """Return the block sizes for joining the pieces of rows: the fewer the pieces, the more rows per program.
 
-    With many pieces a program takes 8 rows, a 32-byte sector, so that 96 programs share 768 rows.
+    With many pieces a program takes 8 rows, whose numbers fill a 32-byte sector, so 96 programs share 768 rows.
     """
     at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}

@@ -1,10 +1,10 @@
-"""Triton kernels for rows of float32 logits: softmax statistics, the policy objective, gradients side by side.
+"""Triton kernels for rows of float32 logits: softmax statistics, the policy objective and gradients.
 
-    row_partials      maximum, sum e^d, sum d e^d, target logit of a piece of a row: one read of the logits
-    finish_rows       pieces to log-prob, entropy, maximum, log_sum of a row; join_pieces to a shard's part
-    policy_terms      coefficients of tokens, and sums per agent of a block of tokens (added in fixed order later)
-    list_active       which rows have a coefficient, and their place in the gradient buffer
-    row_gradients     dz of these rows to their place: the second read of the logits, the only write
+    row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row: one read of the logits
+    finish_rows       joins a row's pieces to its log-prob, entropy, maximum and log_sum; join_pieces, to a shard's part
+    policy_terms      computes each token's coefficients, and a block's sums per agent (added in fixed order later)
+    list_active       lists the rows that have a coefficient, and their place in the gradient buffer
+    row_gradients     writes dz of these rows to their place: the second read of the logits, the only write
 
 The pieces of a row depend only on its length, so a row's result does not depend on how many rows there are. No sum uses atomics,
 so every run gives the same bits. Exponents of a few numbers per row are taken in float64: they cost nothing, and log p and 1 - p

@@ -3,7 +3,7 @@
     exponentials[r, v] = e^(z - m_r)      m_r: about the target's z
 
 bfloat16 has the exponent range of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
-(quack/linear_cross_entropy.py) uses an m for each row and 128 columns, and scales an operand of the other two products by it.
+(quack/linear_cross_entropy.py) uses one m per row and 128 columns, and scales an operand of the other two products by it.
 """
 
 # mypy: ignore-errors

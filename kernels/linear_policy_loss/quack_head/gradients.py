@@ -28,8 +28,8 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, gemms, triton_kernels
 from marsrl.kernels.triton_machine import on_device_of
 
-# At V = 151936, H = 2048 these are 768 rows, about 0.6 ms of an H200, in which the host reads two numbers and launches the
-# backward GEMMs. Not measured yet.
+# At V = 151936, H = 2048 these are 768 rows, which should take an H200 about 0.6 ms. Meanwhile the host reads two numbers and
+# launches the backward GEMMs. Not measured yet.
 AHEAD_BYTES = 224 * 2**20
 
 

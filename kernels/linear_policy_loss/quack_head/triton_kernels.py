@@ -37,7 +37,7 @@ def row_offsets(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute m of each row; 0 in padding rows and for rows without a target. Grid (stride): rows of whole tiles."""
+    """Compute m of each row; 0 in padding rows and for rows without a target. Grid (stride): the rows, padded to whole tiles."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
