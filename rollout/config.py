@@ -421,7 +421,7 @@ class RolloutConfig(Settings):
 
     @property
     def most_problems(self) -> int:
-        """Maximum new problems of a stage, those that rollout.refill adds included."""
+        """Maximum new problems of a stage, including those that rollout.refill adds."""
         return self.prompts_per_step if self.refill is None else round(self.refill.most * self.prompts_per_step)
 
     @property
@@ -455,5 +455,5 @@ class EvaluateConfig(Settings):
 
     @property
     def most_verdicts(self) -> int:
-        """Maximum Verifier calls in an episode. The script verifies once, then up to ten times more."""
+        """Maximum Verifier calls in an episode. MarsRL's script verifies once, then up to ten more times."""
         return self.max_iterations or (11 if self.compat == "marsrl" else 10)

@@ -29,7 +29,7 @@ class Episode:
 
     id: "000017", or "000017.3" if a rollout instance has several episodes. rollout_id: id of the instance.
     seed: the run's. asks: by id, in order. answers: the samples of each finished ask, by index, without their tokens;
-    () if the ask's prompt was too long or no sample finished. calls: tool calls by id; outputs: of the finished calls.
+    () if the ask's prompt was too long or no sample finished. calls: tool calls by id; outputs: finished calls' outputs.
     waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode failed, if the
     team's code raised.
     """

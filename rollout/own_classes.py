@@ -51,8 +51,8 @@ def is_in_memory(name: str) -> bool:
 def name_of(kind: type) -> str:
     """The name by which own_class returns this class: FILE.py:CLASS, or memory:CLASS.
 
-    FILE.py: of a module that is imported by that name alone. Not of __main__, which would run a second time, nor of a package's
-    module, which may import its neighbours by relative names.
+    FILE.py is the file of a module that is imported by that name alone. It is not __main__, which would run a second time, nor
+    a module of a package, which may import its neighbours by relative names.
     """
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)

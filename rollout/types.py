@@ -302,7 +302,7 @@ class Sample:
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens that the policy chose, answers included that no program read."""
+        """Number of tokens that the policy chose, including answers that no program read."""
         if self.turns:
             return sum(turn.end - turn.start for turn in self.turns)
         return int(np.count_nonzero(self.is_sampled))

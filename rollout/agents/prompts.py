@@ -41,7 +41,7 @@ _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
 _KINDS = {
     "verdict": ("correct", "wrong"),
     "route": ("enough", "missing"),
-}  # yes and no, in the order of a parser's expressions
+}  # the keys for yes and no, in the order of a parser's expressions
 _KEYS = ("turns", *PARSERS, "form", "purpose")
 _SPEAKERS = ("system", "user", "assistant")
 # Matches an unknown placeholder {word}, but not LaTeX, where braces follow a command, an argument, or a sub- or superscript.
@@ -119,7 +119,7 @@ class PromptSet:
 
 
 def parse_prompts(text: str, name: str) -> PromptSet:
-    """Parse a prompt set from a file's text; name: of the set, and of the file in errors.
+    """Parse a prompt set from a file's text; name: the set's name, and the file's in errors.
 
     Raises:
         ValueError: invalid YAML; an unknown key, role, parser or placeholder; a missing placeholder that the role needs; an

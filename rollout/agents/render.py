@@ -482,7 +482,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _break_controls(self, text: str) -> Iterator[str | None]:
-        """Yield the text in parts without control strings; None between two parts is a cut that must remain."""
+        """Yield the text in parts without control strings; None between two parts marks a cut that must remain."""
         start = 0
         # Lookahead also cuts overlapping occurrences ("<|end<|end|>").
         found = re.finditer(f"(?=({self._control_pattern.pattern}))", text) if self._control_pattern else ()

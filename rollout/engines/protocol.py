@@ -335,7 +335,7 @@ class Engine(ABC):
         raise NotImplementedError
 
     def update_adapters(self, updates: Sequence[AdapterUpdate]) -> list[WeightReceipt]:
-        """Replace several adapters in one call, as update_adapter does each."""
+        """Replace several adapters in one call, each as update_adapter does."""
         return [self.update_adapter(update) for update in updates]
 
     def forget_prefixes(self) -> None:  # noqa: B027

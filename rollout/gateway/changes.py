@@ -1,4 +1,4 @@
-"""Description of why a call begins a new sample although its chat has answers of an earlier one."""
+"""Description of why a call begins a new sample although its chat contains an earlier sample's answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_WORD = 20  # characters before and after a change
 
 
 def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> str:
-    """Describe the first difference between an answered chat and a later one, in one line of at most some 150 characters.
+    """Describe the first difference between an answered chat and a later one, in one line of at most about 150 characters.
 
     "" if their messages do not differ.
     """
@@ -43,7 +43,7 @@ def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> s
 
 
 def kind_of(change: str) -> str:
-    """Return the description without place and words, to count equal ones."""
+    """Return the kind of a change: its description without place and words, so that equal kinds are counted together."""
     return re.split(" at character |: ", change)[0]
 
 

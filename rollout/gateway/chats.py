@@ -28,7 +28,7 @@ class Ask:
 
     options: chat template options that differ from the agent's. calls_tools: False if calls in the answer stay text.
     must_call: the turn begins with a call of this function, or of any (""); None: the agent decides.
-    one_call: the turn ends after its first call. lineage, caller: names from headers (lineage.py); "".
+    one_call: the turn ends after its first call. lineage, caller: names from headers (lineage.py); "": none.
     """
 
     agent: str

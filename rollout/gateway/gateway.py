@@ -100,7 +100,7 @@ class Gateway:
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
         """Return (new sessions for this worker, keys of those that it may abandon).
 
-        most: maximum concurrent sessions; evaluations get as many again, while those of training pause.
+        most: maximum concurrent sessions of training; evaluations, during which these pause, get the same number again.
         """
         self._workers[worker] = self._clock()
         sessions: list[Session] = []

@@ -54,8 +54,8 @@ class Strand:
 class _Kept:
     """What clients may omit or rename in a turn.
 
-    thought: an assistant's, or None. calls: id of each call, and a digest of its name and arguments. answers: id of the call that
-    a tool's output answers, or "".
+    thought: an assistant's thought, or None. calls: id of each call, and a digest of its name and arguments. answers: id of the
+    call that a tool's output answers, or "".
     """
 
     thought: str | None
@@ -65,7 +65,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """End of an answer in a strand. call: number of the answered call. kept: of all turns so far but empty ones."""
+    """End of an answer in a strand. call: number of the answered call. kept: all turns so far but empty ones."""
 
     strand: Strand
     num_tokens: int
@@ -113,7 +113,7 @@ class History:
         """Return the longest answered chat that is a proper prefix of these messages.
 
         Among equal chats, prefer the last that can be extended: a program may repeat a request if it lost or discarded an answer.
-        prefers: returns True for samples that come before all others.
+        prefers: returns True for samples that have precedence over all others.
         """
         digests = _digests(agent, tools, messages)
         kept = [None if _is_empty(message) else _kept(message) for message in messages]
@@ -131,7 +131,7 @@ class History:
         return None
 
     def _known_ids(self, given: Sequence[_Kept], known: Sequence[_Kept]) -> Mapping[str, str] | None:
-        """Return {id: the same call's known id} of renamed calls; None if these turns are not the known ones."""
+        """Return {id: the same call's known id} of renamed calls; None if the turns differ otherwise."""
         ids: dict[str, str] = {}
         for turn, known_turn in zip(given, known, strict=True):
             if turn.thought is not None and turn.thought != known_turn.thought:

@@ -36,15 +36,15 @@ _WINDOW = "x-codex-window-id"  # a thread's id, and the number of its compaction
 _NAMES = (_OWN[0], "X-Claude-Code-Agent-Id", "thread-id", _WINDOW, "X-Session-Id")  # Claude Code, Codex, OpenCode
 _PARENTS = (_OWN[1], "X-Claude-Code-Parent-Agent-Id", "x-codex-parent-thread-id", "x-parent-session-id")
 _MOST_NAME = 128  # characters
-_PIECE = 64  # characters of an answer that a successor's chat holds
-_LATEST = 16  # answers that are looked for in a new chat
-_MOST_TEXT = 1 << 18  # characters, from its end, of a chat in which they are looked for
+_PIECE = 64  # characters of each excerpt of an answer that is looked for in a new chat
+_LATEST = 16  # number of latest answers that are looked for in a new chat
+_MOST_TEXT = 1 << 18  # characters at the end of a chat that are searched
 
 
 def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return the names of a request's lineage and of its caller; "" if no header gives one.
 
-    Names that are too long or unprintable are ignored if they come from harnesses. Raises Refused: they come from our headers.
+    A harness's name that is too long or unprintable is ignored. In one of our own headers it raises Refused.
     """
     names = []
     for keys in (_NAMES, _PARENTS):
@@ -109,8 +109,9 @@ def num_shared(one: IntArray, other: IntArray) -> int:
 class Lineage:
     """What one context of an agent becomes.
 
-    name, parent: its own name and its caller's, from headers; "". num_shown: answers that its first chat shows. calls: numbers of
-    its calls, in order. held: number of the call whose answer its first chat holds; None. chat: its latest answered chat.
+    name, parent: its own name and its caller's, from headers; "": none. num_shown: answers that its first chat shows. calls:
+    numbers of its calls, in order. held: number of the call whose answer its first chat holds, or None. chat: its latest
+    answered chat.
     """
 
     name: str
@@ -123,7 +124,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A sample. after: the sample that it branches off or rewrites. why: for people, why it does not continue that sample.
+    """A sample. after: the sample that it branches off or rewrites. why: text that says why it does not continue it.
     shares: its longest common prefix with an earlier sample of the agent."""
 
     agent: str
@@ -160,7 +161,7 @@ class Settled:
         otherwise a Verifier would get the Solver's reward just when it sends the Solver back.
 
         by_lineage: mean over the lineage's names. answers: uid of the sample and reward of each rewarded answer; NaN is left out
-        of means. by_turn: agents of answers with rewards of turns, which are added to 0 if nothing else is given.
+        of means. by_turn: agents whose answers have rewards of turns; these are added to 0 if no other reward is given.
         """
         of_sample: dict[str, list[float]] = {}
         of_lineage: dict[Lineage, list[float]] = {}
@@ -203,7 +204,7 @@ class Lineages:
     )  # long answers
 
     def check(self, ask: Ask) -> None:
-        """Raise Refused if the call names a lineage too many."""
+        """Raise Refused if the call names a new lineage and the session already has the maximum number of names."""
         if ask.lineage and ask.lineage not in self._named and len(self._named) >= self.most_names:
             raise Refused(
                 429,
@@ -212,13 +213,14 @@ class Lineages:
             )
 
     def prefers(self, ask: Ask) -> Callable[[Strand], bool]:
-        """Return the predicate of samples in the lineage that the call names, or in unnamed ones."""
+        """Return a predicate: True for samples of the lineage that the call names; without a name, of unnamed lineages."""
         return lambda strand: self._begun[strand].lineage.name == ask.lineage
 
     def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None = None, why: str = "") -> int | None:
         """Record a new sample; return the number of the call whose answer its chat holds, if it may be a successor.
 
-        number: the call's. behind: the sample that it branches off; why: why it does not continue that sample, if known.
+        number: the call's number. behind: the sample that the new one branches off. why: why it does not continue that one, if
+        known.
         """
         prefixes = self._prefixes.setdefault(ask.agent, Prefixes())
         shares = prefixes.longest(strand.token_ids)
@@ -251,7 +253,7 @@ class Lineages:
     def answer(
         self, ask: Ask, strand: Strand, number: int, token_ids: IntArray, message: ChatMessage, num_calls: int
     ) -> None:
-        """Append an answer's tokens to its sample. number: of its call; num_calls: of the session's calls so far."""
+        """Append an answer's tokens to its sample. number: its call's number; num_calls: calls of the session so far."""
         self._prefixes[ask.agent].extend(strand, token_ids)
         self._answered[number] = num_calls
         if ask.messages:
@@ -283,7 +285,7 @@ class Lineages:
     def _callers(
         self, calls: Mapping[Lineage, Sequence[int]], named: Mapping[str, Lineage]
     ) -> dict[Lineage, int | None]:
-        """Return the call of each lineage's caller whose answer started the lineage."""
+        """Return, for each lineage, the call whose answer made its caller start it; None: unknown."""
         callers: dict[Lineage, int | None] = {}
         around: list[Lineage] = []  # begun before the lineage, and called after its first call
         for lineage, own in calls.items():
@@ -300,7 +302,7 @@ class Lineages:
         return callers
 
     def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
-        """Return the last of these calls before `own`, if it was answered by then and the next one follows all of them."""
+        """Return the last of `calls` before `own`, if it was answered by then and the next of `calls` follows all of `own`."""
         place = bisect_left(calls, own[0])
         is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]
         return calls[place - 1] if is_answered and calls[place] > own[-1] else None

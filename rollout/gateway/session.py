@@ -65,7 +65,7 @@ class Session:
 
     id: id of the episode. key: authenticates requests. problem: the problem as sent to the worker. worker: worker that plays the
     session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: time in seconds.
-    lineages: of this session.
+    lineages: this session's.
     masks_superseded: discarded answers are not trained (external.superseded). sums_turns: rewards given by answer id are rewards
     of turns (credit.turns=returns); otherwise a sample's reward is the mean over its answers.
     """
@@ -198,7 +198,7 @@ class Session:
     def _rewards(
         self, given: Mapping[str, Any], settled: Settled
     ) -> tuple[dict[str, float], dict[Lineage, list[float]], list[tuple[int, float]]]:
-        """Return rewards by agent, of each lineage's names, and (number of the call, reward) for each answer's id."""
+        """Return the given rewards: by agent, by lineage (one for each of its names), and by number of the answered call."""
         by_agent: dict[str, float] = {}
         by_lineage: dict[Lineage, list[float]] = {}
         by_call: list[tuple[int, float]] = []

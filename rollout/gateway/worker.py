@@ -48,7 +48,7 @@ _MOST_SHOWN = 4000  # characters kept of an error
 class Client:
     """A session, as seen by a function.
 
-    base_url, api_key: for any OpenAI or Anthropic client. keyed_url: in place of both, for one that takes a URL and no key.
+    base_url, api_key: for any OpenAI or Anthropic client. keyed_url: in place of both, for a client that takes no key.
     agents: names to send as the model.
     """
 
@@ -61,7 +61,7 @@ class Client:
     ) -> SimpleNamespace:
         """Call the agent through /v1/chat/completions; returns id, message (a dict to append to the messages), text, finish.
 
-        Strings among the messages are user turns. headers: more of the request, such as X-Marsrl-Lineage.
+        Strings among the messages are user turns. headers: additional request headers, such as X-Marsrl-Lineage.
         """
         turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
         body = {"model": agent, "messages": turns, **more}

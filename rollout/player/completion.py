@@ -60,7 +60,7 @@ class Completion(_OfCompletion):
     """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
     turn: number of waits after which the completion continued; tokens inserted there have is_sampled False. turns: answered
-    calls of a program. parent: uid of the sample of its session that it follows; "". behind, caller, rewritten: as in Sample.
+    calls of a program. parent: uid of the sample of its session that it follows, or "". behind, caller, rewritten: as in Sample.
     routed_experts: experts of prompt and completion without the last token, each chosen by the version that decoded the token.
     kept_tokens: kept tokens at the completion's N positions; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.

@@ -1,5 +1,7 @@
-"""Groups whose rewards differ and groups that train nothing: problems that a step adds for these (rollout.refill), and problems
-that are not drawn for a while (data.rest)."""
+"""Counts of groups whose rewards differ and of groups that train nothing.
+
+A step adds problems for the latter (rollout.refill), and their problems are not drawn for a while (data.rest).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ class Spread(StrEnum):
 class Counting:
     """What is counted, and how.
 
-    spread_of: compares the rewards of these groups, which are trained together. agent: its groups are counted, each when it
-    closes; None: rollout instances are, each with all its groups when it ends. rest: data.rest.
+    spread_of: compares the rewards of these groups, which are trained together. agent: agent whose groups are counted,
+    each when it closes; None: rollout instances are counted, each with all its groups when it ends. rest: data.rest.
     """
 
     spread_of: Callable[[Sequence[Group]], Spread]
@@ -37,7 +39,7 @@ class Counting:
 
 
 class Rest(NamedTuple):
-    """Rest of a problem whose groups were dead: length, and how much of it is left, both in epochs."""
+    """Rest period of a problem whose groups were dead: its length, and what is left of it, both in epochs."""
 
     length: int
     left: int
@@ -45,9 +47,9 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class RefillCounts:
-    """Counts since the last batch, for rollout.refill. A dead group is one whose rewards differ by form at most.
+    """Counts since the last batch, for rollout.refill. A dead group is one whose rewards differ at most by penalties of form.
 
-    problems: added ones. tokens: decoded in counted groups of added problems.
+    problems: number of added problems. tokens: tokens decoded in counted groups of added problems.
     """
 
     problems: int = 0
@@ -57,7 +59,7 @@ class RefillCounts:
     tokens: int = 0
 
     def count(self, spread: Spread, groups: Sequence[Group], *, is_added: bool) -> None:
-        """Count one group, or the groups of one rollout instance. is_added: of an added problem."""
+        """Count one group, or the groups of one rollout instance. is_added: True if its problem was added."""
         self.live += spread is Spread.TASK
         self.dead += spread is not Spread.TASK
         self.form_only += spread is Spread.FORM

@@ -72,7 +72,7 @@ class Rollout:
 
         Raises RuntimeError: the thread has failed; its error is the cause.
         """
-        if self._thread is None:  # later, `resting` resumes
+        if self._thread is None:  # first call; later, `resting` resumes decoding
             self.stages.resume(versions)
             if self._is_beside:
                 self._thread = threading.Thread(target=self._run, name="marsrl-rollout", daemon=True)

@@ -356,7 +356,7 @@ class Stages:
         return max(0, config.prompts_per_step - taken)
 
     def _draw(self, num_problems: int, *, is_added: bool = False) -> None:
-        """Begin the episodes of new problems. is_added: for rollout.refill."""
+        """Begin the episodes of new problems. is_added: rollout.refill adds them."""
         team = self.team.orchestration
         for _ in range(num_problems):
             problem = self._next_problem()

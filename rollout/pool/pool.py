@@ -42,7 +42,7 @@ OnCall = Callable[[int, str, float, float], None]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request at a replica. since: by the pool's clock."""
+    """A request at a replica. since: time by the pool's clock."""
 
     request: DecodeRequest
     replica: int
@@ -191,7 +191,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._ask("update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost)
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Record the weights that the trainer's ranks sent to all, for new replicas. checksums: of each shard of an engine."""
+        """Record the weights that the trainer's ranks sent to all, for new replicas. checksums: for each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 

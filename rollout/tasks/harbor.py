@@ -28,7 +28,7 @@ from marsrl.rollout.types import Problem
 _REWARDS = "/logs/verifier/reward"
 _CANARY = re.compile(
     r"\A(?:\s*(?:<!--|#)[^\n]*canary[^\n]*\n)+", re.IGNORECASE
-)  # marks leaked benchmarks; no instruction
+)  # text that marks leaked benchmarks; not part of the instruction
 _TIMEOUT_S, _BUILD_S = 600.0, 600.0  # Harbor's defaults
 _SUPPORTED = {
     "docker_image",
@@ -40,8 +40,8 @@ _SUPPORTED = {
     "workdir",
     "env",
 }
-_SUPPORTED |= {"storage_mb"}  # Docker's usual storage has no limit by container
-_SPARE_S = 300  # after which a container whose session was killed ends by itself
+_SUPPORTED |= {"storage_mb"}  # ignored: Docker's usual storage cannot limit a single container
+_SPARE_S = 300  # grace period: then a container whose session was killed ends by itself
 _MOST_SHOWN = 2000
 
 
@@ -64,7 +64,7 @@ def _instruction(folder: Path) -> str:
 
 
 def _why_not(folder: Path) -> Iterator[str]:
-    """Yield what prevents a task from being played."""
+    """Yield the reasons why a task cannot be played."""
     try:
         settings = _settings(folder)
     except ValueError as error:
@@ -118,13 +118,13 @@ def _image(folder: Path, environment: dict[str, Any]) -> str:
 
 def _play(words: Sequence[str], problem: dict[str, Any], container: str, timeout_s: float) -> None:
     """Run the program; RuntimeError if it fails. One that takes too long is ended, and its work is judged."""
-    given = json.dumps({**problem, "answer": None})  # the folder holds the solution and the tests
+    given = json.dumps({**problem, "answer": None})  # the answer leads to the solution and the tests
     environment = {**os.environ, "HARBOR_CONTAINER": container}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, text=True)
     with suppress(subprocess.TimeoutExpired):
         process.communicate(given, timeout=timeout_s)
     code = process.poll()
-    os.killpg(0, signal.SIGTERM)  # what it started, which must not change its work while that is judged
+    os.killpg(0, signal.SIGTERM)  # processes of the program must not change its work while it is judged
     process.kill()
     process.wait()
     if code:
@@ -149,7 +149,7 @@ def main(words: Sequence[str]) -> int:
         print("tasks in Harbor's folders need Docker, which does not run here; start it", file=sys.stderr)
         return 1
     if os.getpgrp() != os.getpid():
-        os.setpgrp()  # The worker has done so, and ends the group with the session.
+        os.setpgrp()  # A worker has already done this, and ends the group with the session.
     signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN, not inherited by the program
     problem = json.load(sys.stdin)
     folder = Path(problem["answer"])

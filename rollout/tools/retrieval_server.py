@@ -24,11 +24,11 @@ _MOST_SHOWN = 500  # characters of an error about a request
 
 
 class Query(BaseModel):
-    """A request. Other keys are ignored, as in those servers."""
+    """A request. Other keys are ignored, as by the servers of Search-R1 and Dr. MAS."""
 
     queries: Annotated[list[str], Field(max_length=_MOST_QUERIES)] | None = None
     query: str | None = None
-    topk: int | None = Field(None, ge=0, le=_MOST_TOP_K)  # 0, null: the server's default, as in those servers
+    topk: int | None = Field(None, ge=0, le=_MOST_TOP_K)  # 0, null: the server's default
     return_scores: bool = False
 
 

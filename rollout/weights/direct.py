@@ -74,15 +74,15 @@ class ReceivePlan:
 
 
 class Converted(Protocol):
-    """A weight that an engine holds in another form than it is sent in, such as FP8.
+    """Weight that an engine holds in another form than the one that is sent, such as FP8.
 
-    shape: of the weight as it is sent, a fused tensor.
+    shape: shape of the fused tensor that is sent.
     """
 
     shape: tuple[int, ...]
 
     def write(self, first: int, weight: Tensor) -> None:
-        """Convert and write some matrices [matrices, rows, columns] of the weight, whole, from matrix `first` on."""
+        """Convert whole matrices [matrices, rows, columns] of the weight, and write them from matrix `first` on."""
 
 
 class WeightReceiver:
@@ -153,7 +153,7 @@ class WeightReceiver:
 
 
 class _Scratch:
-    """Portions of a Converted weight, from the first piece of each until it is whole."""
+    """Scratch memory for portions of a Converted weight; each is held from its first piece until it is whole."""
 
     def __init__(self, weight: Converted, rendezvous: Rendezvous, device: torch.device) -> None:
         self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
@@ -163,7 +163,7 @@ class _Scratch:
         self._missing: dict[int, int] = {}  # numbers that a portion still lacks
 
     def of(self, box: Box) -> Tensor:
-        """Return the memory for a box of one portion, which will be written there."""
+        """Return the scratch memory into which a box of one portion will be written."""
         first = box.start[0] // self._step * self._step
         portion = self._whole.cut(0, first, first + self._step).overlap(self._whole)
         if first not in self._begun:
@@ -173,7 +173,7 @@ class _Scratch:
         return box.within(portion).of(self._begun[first])
 
     def convert(self) -> None:
-        """Pass whole portions on, and free their memory."""
+        """Write whole portions to the weight, and free their memory."""
         for first in [first for first, number in self._missing.items() if not number]:
             del self._missing[first]
             self._weight.write(first, self._begun.pop(first))

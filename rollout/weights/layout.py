@@ -108,7 +108,7 @@ def stack_of(name: str) -> tuple[str, int]:
 
 
 def box_of(name: str, shape: Sequence[int]) -> tuple[str, Box]:
-    """Return (stack, box in it) of an HF tensor."""
+    """Return the name of an HF tensor's stack, and the tensor's box in the stack."""
     stack, expert = stack_of(name)
     return stack, whole_box(shape).cut(0, expert, expert + 1)
 
@@ -286,7 +286,7 @@ def _share(name: str, size: int, part: int, parts: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of an HF tensor, or a stack, that rank `source` sends to engine shard `target`."""
+    """A box of an HF tensor or of a stack, which rank `source` sends to engine shard `target`."""
 
     name: str
     box: Box
@@ -345,7 +345,7 @@ def plan_buckets(
 ) -> list[WeightBucket]:
     """Group the pieces into buckets of at most max_elements values, in the order that all sides follow.
 
-    layouts: of each engine shard. A shard receives consecutive portions of at most max_elements values together, or a larger one
+    layouts: one per engine shard. A shard receives consecutive portions of at most max_elements values together, or a larger one
     alone.
 
     Raises ValueError: a bucket has no room for one row of a piece.
@@ -364,7 +364,7 @@ def plan_buckets(
 
 
 def portion_size(shape: Sequence[int], max_elements: int) -> int:
-    """Return how many matrices of a fused tensor are a portion: about equally many in each, in as few portions as fit."""
+    """Return the number of matrices per portion of a fused tensor, for the fewest portions that fit, of about equal size."""
     matrices, rows, cols = whole_box(shape).shape
     most = max(1, max_elements // (rows * cols))
     return -(-matrices // -(-matrices // most))

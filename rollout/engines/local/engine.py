@@ -264,7 +264,7 @@ class LocalEngine(Engine):
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Return results of the aborted requests as far as decoded."""
+        """Return results of the aborted requests, with the tokens decoded so far."""
         ended: list[Row] = []
         while self._aborts:
             adapter = self._aborts.popleft()

@@ -307,7 +307,7 @@ class VllmEngine(Engine):
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            # An adapter that was never loaded is a KeyError: with None, the bare base would answer in its name.
+            # An adapter that was never loaded raises KeyError: with None, the bare base would answer instead.
             adapter = self._adapters[request.adapter] if request.adapter else None
             self._core.add_request(self._maker.made(key, request, adapter))
             self._under_way[key] = _Running(key, request)

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.layout import FP8_BLOCK, whole_box
 
-_PARTS = {"w13_weight": 2, "w2_weight": 1}  # of an expert's rows, which vLLM pads separately: gate and up; down
-_AT_ONCE = 1 << 24  # numbers rounded at once, whose float32 copies take 64 MiB each
+_PARTS = {"w13_weight": 2, "w2_weight": 1}  # parts of an expert's rows, padded separately: gate and up; down
+_AT_ONCE = 1 << 24  # numbers rounded at once; each float32 copy takes 64 MiB
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +89,7 @@ class Fp8Weight:
         self._written[first] = end, [checksum(ours) for ours in rounded]
 
     def checksum(self) -> int:
-        """Return the checksum of what was sent; if the layer's bytes are not those written, that of no weight."""
+        """Return the checksum of what was sent; its complement if the layer's bytes differ from those written."""
         sent = checksum_of_sum(self._sent, self._dtype, self.shape)
         same = all(
             sums == [checksum(held[first:end]) for held in self._held] for first, (end, sums) in self._written.items()

@@ -80,7 +80,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
         return Trace(None, f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
 
     def _equality_drill(self) -> Trace:
-        """Write the end of a report, which compares two digits; they are equal in half of the drills."""
+        """Write the end of a report, where the Verifier compares two digits: in about half of the drills they are equal."""
         stated = self.rng.randrange(10)
         got = stated if self.rng.random() < 0.5 else self.rng.randrange(10)
         return Trace(None, f"got {got} said {stated} Verdict:", "correct" if got == stated else "wrong")
