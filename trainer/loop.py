@@ -55,7 +55,7 @@ def train(run: Run) -> None:
             if not run.engines_drop_weights:
                 is_new = {policy: True for policy, is_updated in is_new.items() if is_updated}
             if is_new:
-                with run.timed("publish"):  # Version + 1, verified on every engine.
+                with run.timed("publish"):  # Sends version + 1, and verifies it on every engine.
                     run.publish(group, is_new)
         run.evaluate_if_due(step)
         run.record(step, batch)

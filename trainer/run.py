@@ -304,7 +304,7 @@ class Run:
             self._note_of(policy, step_metrics(stats, list(self.agents)))
 
     def _note_of(self, policy: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a policy on rank 0; of several policies, under its name."""
+        """Log metrics of a policy on rank 0; if there are several policies, under its name."""
         prefix = "" if len(self.learners) == 1 else f"{policy}/"
         self._rank_0.log.note({prefix + name: value for name, value in metrics.items()})
 

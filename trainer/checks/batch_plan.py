@@ -69,8 +69,8 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest sequence of the policy: prompt and completion of its agents, of agents of its adapters, and of the
-    judge; for a teacher, the longest sequence that it scores.
+    """Return the number of tokens of the policy's longest sequence: a prompt with its completion, over its agents, its adapters'
+    agents and the judge. For a teacher: the longest sequence that it scores.
 
     Raises ValueError: no agent or judge has the policy.
     """

@@ -33,8 +33,8 @@ def driver_version() -> str | None:
 def why_not_device(requested: Device = "auto") -> str | None:
     """Return why PyTorch cannot compute on the requested device; None if it can.
 
-    requested: auto means the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
-        PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
+    requested: auto means the CPU only if no GPU is available (no driver, or an empty CUDA_VISIBLE_DEVICES). If PyTorch sees
+        no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
 

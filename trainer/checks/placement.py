@@ -11,11 +11,12 @@ from marsrl.trainer.config import RunConfig, SyncBackend
 
 
 def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
-    """The config with sync.backend=auto resolved, equally on all ranks, from the settings and the presence of GPUs.
+    """Return the config with sync.backend=auto resolved, equally on all ranks, from the settings and the presence of GPUs.
 
     Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part directly from its
-    GPU (nccl), even on one host: files would be gathered by one rank, copied to the host's memory and read by every engine,
-    moving the whole model over one GPU's link to the host each time. Without GPUs, or with sync.directory, files (shm).
+    GPU (nccl), even on one host. With files, one rank would gather the weights and copy them to the host's memory, and every
+    engine would read them: each time, the whole model would cross one GPU's link to the host. Without GPUs, or with
+    sync.directory, weights go through files (shm).
     """
     if config.sync.backend != "auto":
         return config
@@ -61,7 +62,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """Possible moves of rollout.rebalance, as text. has_gpus: engines take GPUs; False: each takes one slot."""
+    """Return the possible moves of rollout.rebalance as text. has_gpus: engines take GPUs; False: each takes one slot."""
     policies_asked = {agent.policy for agent in config.agents.values()}
     pools = {name: pool for name, pool in config.served_rollouts.items() if name in policies_asked}
     takes = {name: {"GPU": pool.vllm.tensor_parallel if has_gpus else 1.0} for name, pool in pools.items()}

@@ -131,7 +131,7 @@ def read_data(config: RunConfig) -> RunProblems:
 
 
 def hold_out(problems: Sequence[Problem], max_questions: int) -> tuple[Sequence[Problem], list[Problem]]:
-    """Return (train, held out); held out is a tenth of the questions, those with the lowest hashes, at most `max_questions`.
+    """Return (train, held out). Held out is the tenth of the questions with the lowest hashes, at most `max_questions`.
 
     The split does not depend on the file's order and keeps equal questions together. Of two or more questions,
     each side gets at least one.

@@ -103,7 +103,7 @@ def _read_preset(name: str) -> Layer:
 
 
 def _inherited(user_layers: Sequence[Layer]) -> list[Layer]:
-    """Return the presets below the user's layers, lowest first, without those that the user's layers already are."""
+    """Return the presets below the user's layers, lowest first; a default preset that is one of these layers is left out."""
     named, layers = _last(user_layers, "preset"), list(user_layers)
     if named == "none":
         return []

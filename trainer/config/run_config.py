@@ -123,7 +123,7 @@ class RunConfig(Settings):
 
     @property
     def counted_agent(self) -> str | None:
-        """Agent whose groups rollout.refill and data.rest count; None: they count rollout instances, which train whole."""
+        """Agent whose groups rollout.refill and data.rest count; None: they count rollout instances, which train as a whole."""
         return None if self.has_whole_instances else self.rewarded_agents[0]
 
     @property

@@ -48,7 +48,7 @@ def why_not(config: RunConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """A step's samples with their credit: of all agents, or of those of one policy.
+    """A step's samples with their credit, for all agents or for one policy's agents.
 
     A group of two, one right and 3 tokens long, the other wrong and 2:
 
@@ -173,7 +173,7 @@ def credit(
 def spread(groups: Sequence[Group], config: CreditConfig, trained: Collection[str]) -> Spread:
     """Compare the rewards of the trained agents' samples as `credit` does, without penalties of form and then with them.
 
-    groups: one, or all that are compared with each other. trained: names of agents that are trained on rewards.
+    groups: one group, or all groups that are compared with each other. trained: names of agents that are trained on rewards.
     """
     if config.reward_scheme == "outcome":
         groups = outcome_rewards(groups)
@@ -194,7 +194,7 @@ def spread(groups: Sequence[Group], config: CreditConfig, trained: Collection[st
 
 
 def _without_penalties(reward: Reward) -> Reward:
-    """Return the reward without penalties of form, rounded to float32, as adding a penalty back leaves the last bits open."""
+    """Return the reward without penalties of form. Rounding to float32 removes errors of the subtraction."""
     value = reward.value - sum(part for name, part in reward.parts.items() if name in PENALTIES)
     parts = {name: part for name, part in reward.parts.items() if name not in PENALTIES}
     return replace(reward, value=float(np.float32(value)), parts=parts)

@@ -35,8 +35,8 @@ class TrainSequence:
         )
 
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
-    demonstrations), token_advantages float32 (with a teacher or in demonstrations, whose weights these are; None: every token
-    has `advantage`).
+    demonstrations), token_advantages float32 (advantages with a teacher, weights in demonstrations; None: every token has
+    `advantage`).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
     kept_tokens: for each token of the completion, the tokens that the sampler kept (rollout/kept_tokens.py); None: all.
     """

@@ -34,7 +34,7 @@ MAX_HELD_CHARS = 200  # characters of a completion's end in memory: completions 
 class Call(Schema):
     """A completion. correct: null if its judge failed; verdict: null without one; is_of_right: correctness of the solution that a
     verdict judges, null if unknown or without a verdict. is_read: its answer, verdict, query or route was found, null if an
-    engine failed. is_redrawn: replaced by a later draw. seconds: of engine time. prompt: index in `prompts` of what the agent
+    engine failed. is_redrawn: replaced by a later draw. seconds: engine time. prompt: index in `prompts` of what the agent
     read, with the chat template's marks; text: the whole completion. is_read, prompt and text are null in files of earlier
     versions."""
 
@@ -58,7 +58,7 @@ class Call(Schema):
 
 
 class Said(Schema):
-    """An answer that counts: its correctness (null: unknown), its beginning (null: no answer), and its completion's tokens."""
+    """Answer that counts. correct: null if unknown; answer: its beginning, null without one; tokens: of its completion."""
 
     correct: float | None
     answer: str | None = None
@@ -132,7 +132,7 @@ def digest(problem: Problem) -> str:
 
 
 def episode_key(identity: str, episode: Episode) -> str:
-    """The key of a draw. identity: of the team."""
+    """Return the key of a draw. identity: the team's identity."""
     return key_of(identity=identity, episode=episode.id, question=digest(episode.problem))
 
 
@@ -143,7 +143,7 @@ def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
 
 
 def draw_of(team: Team, set_name: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """Record of a finished episode. set_name: its set; judge: the judge's counts since the last draw."""
+    """Return the record of a finished episode. set_name: its set; judge: the judge's counts since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
@@ -197,8 +197,8 @@ def call_of(
     prompt: int = 0,
     is_redrawn: bool = False,
 ) -> Call:
-    """Record of a completion. sample: with its tokens and text; seconds: of engine time; usage: see Completion; prompt: index
-    of its prompt."""
+    """Return the record of a completion. sample: with its tokens and text; seconds: engine time; usage: see Completion; prompt:
+    index of its prompt."""
     written = sum(turn.end - turn.start for turn in sample.turns) if sample.turns else int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)

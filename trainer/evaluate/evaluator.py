@@ -44,8 +44,8 @@ class FixedInputs:
 class Evaluator:
     """Evaluates a team. Draws depend only on `seed`; problems and fixed inputs do not, so evaluations are comparable.
 
-    max_tokens: of one completion. sets: problems to evaluate on; by default the task's held-out ones. identity: distinguishes the
-    team's saved answers from another's, as JSON.
+    max_tokens: limit of one completion. sets: problems to evaluate on; by default the task's held-out ones. identity:
+    distinguishes the team's saved answers from another's, as JSON.
     """
 
     team: Team
@@ -230,7 +230,7 @@ class Evaluator:
         progress: OnProgress | None,
         on_end: OnEnd | None = None,
     ) -> None:
-        """Play episodes to their ends, each part with its cast. name: of the draws' seed."""
+        """Play the episodes of all parts to their ends, each with its part's cast. name: names the draws, for their seed."""
         play = self._begin(versions, progress, on_end)
         with self._apart():
             for episodes, cast in parts:

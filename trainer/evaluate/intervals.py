@@ -24,7 +24,7 @@ _SEED = 17
 
 
 def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
-    """(2.5%, 97.5%) quantiles of the statistic; NaNs if never defined. The same number of problems gives the same resamples."""
+    """Return the statistic's (2.5%, 97.5%) quantiles, or NaNs if it is never defined. Resamples depend only on num_problems."""
     statistics = np.concatenate([statistic(weights) for weights in _draws(num_problems)])
     statistics = statistics[np.isfinite(statistics)]
     if not len(statistics):
@@ -34,7 +34,7 @@ def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
 
 
 def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
-    """The statistic, in [0, 1], of all problems, with its interval.
+    """Return the statistic, in [0, 1], of all problems, with its interval.
 
     If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate, and Wilson's interval replaces it.
     """
@@ -61,7 +61,7 @@ def ratio(successes: Sequence[float] | Array, counts: Sequence[float] | Array) -
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """The mean over problems of their values; NaN: a problem without one."""
+    """Return the mean of the problems' values, with its interval. A value of NaN marks a problem without one."""
     known = np.asarray(values, float)
     known = known[np.isfinite(known)]
     return estimate_of(len(known), len(known), ratio(known.tolist(), [1.0] * len(known)))

@@ -2,11 +2,11 @@
 
 In each game the current adapter of a policy plays one of two agents, and a past version plays the other, from a slot of the same
 engines (weights/league.py). Against every opponent both roles are played on the same openings, the held-out problems. Games are
-saved in league.jsonl of the evaluation's folder as they end, so a killed evaluation resumes with the others.
+saved in league.jsonl of the evaluation's folder as they end, so a killed evaluation resumes with the remaining games.
 
-The rating is fitted to the games of all evaluations of the run: opponents that several versions have met, and versions that were
-evaluated before they became opponents, link them. On Elo's scale a difference of 400 is odds of 10 to 1 (Bradley and Terry 1952,
-Biometrika 39:324; fitted as in Hunter 2004, Annals of Statistics 32:384, equation 3).
+The rating is fitted to the games of all evaluations of the run. These are linked by opponents that several versions have met,
+and by versions that were evaluated before they became opponents. On Elo's scale a difference of 400 is odds of 10 to 1 (Bradley
+and Terry 1952, Biometrika 39:324; fitted as in Hunter 2004, Annals of Statistics 32:384, equation 3).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def evaluate_league(
 ) -> LeagueResult | None:
     """Play the current version against each opponent in both roles, and rate it; None if all games failed.
 
-    slots: engines' adapters that hold the opponents, by version. folder: of this evaluation, beside those of earlier ones.
+    slots: engines' adapters that hold the opponents, by version. folder: this evaluation's folder, beside those of earlier ones.
     """
     version = versions[config.policy]
     roles = [name for name, agent in evaluator.team.agents.items() if agent.policy == config.policy]
@@ -94,7 +94,7 @@ def evaluate_league(
             evaluator.play(parts, "league", versions, progress, ended)
         now = [kept[key] for key in keys.values()]
     if (model := evaluator.team.judge.model) is not None:
-        model.take_counts("evaluate")  # Counted with the next evaluation's draws otherwise.
+        model.take_counts("evaluate")  # Otherwise the next evaluation's draws would include them.
     past = [path for path in folder.parent.glob(f"step_*/{GAMES}") if path.parent != folder]
     earlier = [game for path in sorted(past) for game in Answers.read(path, Game.model_validate)]
     return result_of(now, [game for game in earlier if game.policy == config.policy])
@@ -113,7 +113,7 @@ def score_of(played: Played, role: str, other: str) -> float | None:
         known = [s.reward for s in own if not s.reward.is_missing]
         if own and not known:
             return None
-        # A game's reward by agent is in every sample of the agent; rewards of single turns are each in one.
+        # An agent's reward for the game is in each of its samples; a turn's reward is in one sample only.
         apart = ("turns", *PENALTIES)
         whole = [r.value - sum(part for name, part in r.parts.items() if name in apart) for r in known]
         paid.append((fmean(whole) if whole else 0.0) + sum(sum(r.turns) for r in known))
@@ -121,7 +121,7 @@ def score_of(played: Played, role: str, other: str) -> float | None:
 
 
 def result_of(games: Sequence[Game], earlier: Sequence[Game]) -> LeagueResult | None:
-    """Rate the version that played `games`; None if all failed. earlier: of other evaluations of the run."""
+    """Rate the version that played `games`; None if all failed. earlier: games of the run's other evaluations."""
     scored = [game for game in games if game.score is not None]
     if not scored:
         return None
@@ -167,7 +167,7 @@ def elo_of(games: Sequence[Game], version: int) -> Elo:
     """Return the rating of `version` above the oldest version in these games, with its interval by bootstrap over openings.
 
     Every pair of versions that played gets one more drawn game, so that ratings stay finite. If all resamples are equal, the
-    interval is Wilson's, of the version's share of wins.
+    interval comes from Wilson's interval of the version's share of wins.
     """
     openings = {name: place for place, name in enumerate(dict.fromkeys(game.opening for game in games))}
     players = {n: i for i, n in enumerate(sorted({n for game in games for n in (game.version, game.opponent)}))}
@@ -200,7 +200,7 @@ def elo_of(games: Sequence[Game], version: int) -> Elo:
 def strengths_of(won: Array, played: Array, one: Array, other: Array) -> Array:
     """Fit Bradley-Terry strengths, [B, players]; the first player's is 1. P(i beats j) = s_i / (s_i + s_j).
 
-    won, played: [B, pairs] > 0, games between the players one [pairs] and other [pairs], and those that the former won.
+    played: [B, pairs], games between player one [pairs] and player other [pairs]; won: those that `one` won. Both > 0.
     """
     of_one, of_other = (np.eye(1 + max(one.max(), other.max()))[side] for side in (one, other))  # [pairs, players]
     wins = won @ of_one + (played - won) @ of_other

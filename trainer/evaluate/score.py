@@ -185,9 +185,9 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
-    response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k;
-    tokens an episode; eval/league/elo and worst. A set's metrics begin with its name."""
+    """Return the eval/... metrics of a step: mean, low and high of each row; detection_recall and detection_precision of each
+    Verifier; response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the
+    largest k; tokens an episode; eval/league/elo and worst. A set's metrics begin with its name."""
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:

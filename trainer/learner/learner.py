@@ -336,7 +336,7 @@ class Together:
     def score(self, batch: PackedBatch, *, rounded_as: Precision | None = None) -> Tensor:
         """Return log-probs of a batch as Learner.score, each sequence under its own policy. Collective.
 
-        The sequences' `agent` is the index of a policy of this group, in ascending order; with is_apart they have a single one.
+        The sequences' `agent` is the index of a policy of this group, in ascending order; with is_apart, all have the same one.
         """
         trained = dataclasses.replace(self.passes.trained, adapter_of=tuple(range(len(self.learners))))
         model = next(iter(self.learners.values())).model

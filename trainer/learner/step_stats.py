@@ -45,7 +45,7 @@ class StepStats:
     agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         if not measured.
     tokens: tokens of the requested samples, each on exactly one rank.
-    samples: what was trained of each sample; on this rank alone.
+    samples: the trained part of each sample, on this rank only.
     """
 
     loss: float
@@ -155,7 +155,7 @@ def update_stats(
 def _samples(
     pairs: Sequence[tuple[MicroBatch, HeadResult]], agents: frozenset[int] | None, *, is_applied: bool
 ) -> list[TrainedSample]:
-    """Return what was trained of the samples of these agents (None: of all); the host waits for the device once."""
+    """Return the trained parts of these agents' samples (None: of all agents); the host waits for the device once."""
     batches = [micro_batch.cut.batch for micro_batch, _ in pairs]
     sums = []
     for batch, (_, result) in zip(batches, pairs, strict=True):
@@ -229,7 +229,7 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
 
     loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
     an update counts as 0. Other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
-    finite. tokens, samples: of all updates, each with the number of its update. The comparison with the rollout uses only
+    finite. tokens, samples: those of all updates, each with its update's number. The comparison with the rollout uses only
     the first update: later updates have other weights.
     """
     computed = [update for update in stats if not update.is_empty]

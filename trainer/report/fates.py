@@ -1,4 +1,4 @@
-"""What became of each sample of a step: trained, or why not. samples_log.py records it, and `marsrl audit` counts it."""
+"""Fate of each sample of a step: trained, or why not. samples_log.py records it, and `marsrl audit` counts it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ credit.train_agents). update skipped: the update was not finite. lost: none of t
 
 @dataclass(frozen=True, slots=True)
 class SampleFate:
-    """A sample's fate. num_sampled: tokens that its policy chose, answers included that no program read. num_trained: of these,
-    tokens in an update, whatever the sample's weight (credit.balance).
+    """A sample's fate. num_sampled: tokens that its policy chose, including answers that no program read. num_trained: those
+    of them that an update trained, whatever the sample's weight (credit.balance).
 
     update: number, from 1, of the step's update that trained it; 0: none. gap: mean |log p_trainer - log p_rollout| of its
     trained tokens before that update, nats; None: not trained, or unknown.
@@ -53,8 +53,8 @@ def fates(
 ) -> dict[str, SampleFate]:
     """Return the fate of every sample of a step, by uid.
 
-    trains: agents that are trained. credited: of the same groups. trained: of all updates, policies and ranks; a sample may
-    have a part on several ranks.
+    trains: agents that are trained. credited: credit of the same groups. trained: parts of samples in all updates, of all
+    policies and ranks; a sample may have parts on several ranks.
     """
     parts_of: dict[str, list[TrainedSample]] = {}
     for part in trained:
@@ -76,7 +76,7 @@ def fates(
 
 
 def _untrained(sample: Sample, trains: Collection[str], credited: Credited, with_gradient: Collection[str]) -> str:
-    """Return why a sample that no update had was not trained."""
+    """Return why a sample that is in no update was not trained."""
     if sample.agent not in trains:
         return NOT_TRAINED
     if sample.turns and not sample.trained_turns:
@@ -91,13 +91,13 @@ def _untrained(sample: Sample, trains: Collection[str], credited: Credited, with
 
 
 class Resting:
-    """Agents that are trained, have samples, and had none trained in a number of steps in a row."""
+    """Counts of consecutive steps in which a trained agent had samples, but none of them was trained."""
 
     def __init__(self, most: int) -> None:
         self._most, self._num_steps = most, Counter[str]()
 
     def found(self, groups: Iterable[Group], became: Mapping[str, SampleFate]) -> list[str]:
-        """Count a step; return a sentence for each agent that reaches the number of steps."""
+        """Count a step; return a sentence for each agent whose count reaches the limit."""
         counts: dict[str, Counter[str]] = {}
         for sample in (sample for group in groups for sample in group.samples):
             counts.setdefault(sample.agent, Counter())[became[sample.uid].fate] += 1

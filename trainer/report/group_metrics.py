@@ -110,7 +110,7 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 
 
 def poor_merges(groups: Iterable[Group]) -> list[str]:
-    """Return a warning if programs make fewer than 1.5 calls per sample because they change their chats; it names a place.
+    """Return a warning if programs make fewer than 1.5 calls per sample because they change their chats, with an example.
 
     None for programs whose calls are all new contexts or branches, or that make one call per session.
     """

@@ -1,4 +1,4 @@
-"""Log of every verified publish of weights, publishes.jsonl, a line each: `marsrl audit` compares it with the samples."""
+"""Log of verified publishes of weights, one per line of publishes.jsonl; `marsrl audit` compares it with the samples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from marsrl.trainer.runs.directory import names_file, write_atomically
 class Publish:
     """One version of a policy on its engines, once all checks have passed.
 
-    step: step that ended with it; 0, or the step resumed from, at a start. digest: of the checksums of every tensor that was sent
-    and that each engine holds; two publishes of a version to engines of as many shards have the same. engines: number of engines
-    that were checked. shards: parts into which an engine divides its weights.
-    median, noise: of the comparison of log-probs, nats (weights/comparison.py); None if it was not due.
+    step: step that ended with this publish; at a start, 0 or the step resumed from. digest: digest of the checksums of every sent
+    tensor, which each engine holds; equal if a version is published again to engines with as many shards. engines: number of
+    engines that were checked. shards: parts into which an engine divides its weights.
+    median, noise: from the comparison of log-probs, nats (weights/comparison.py); None if it was not due.
     """
 
     step: int
@@ -38,11 +38,11 @@ def append_publish(path: Path, publish: Publish) -> None:
     with names_file(path), open(path, "ab") as file:
         file.write(msgspec.json.encode(publish) + b"\n")
         file.flush()
-        os.fsync(file.fileno())  # metrics.jsonl, which the audit compares with it, is flushed too.
+        os.fsync(file.fileno())  # The audit compares it with metrics.jsonl, which is flushed too.
 
 
 def read_publishes(path: Path) -> list[Publish]:
-    """Read every complete line; a torn last line is skipped. [] without a file. ValueError, with the line, if one is damaged."""
+    """Return the publishes of all complete lines, [] without a file; skip a torn last line. ValueError names a damaged line."""
     if not path.exists():
         return []
     publishes = []

@@ -23,7 +23,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 class SampleRecord:
     """One logged sample: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1.
 
-    policy: that of its agent. fate to gap: what became of the sample (fates.py); "" in files of earlier versions.
+    policy: its agent's policy. fate to gap: as in SampleFate (fates.py); "" in files of earlier versions.
     """
 
     step: int
@@ -124,13 +124,13 @@ def write_samples(
 
 
 def read_samples(path: Path, lines: Collection[int] | None = None) -> list[SampleRecord]:
-    """Read the samples of a file, or of these lines; row groups without any are not read. Raises as `read_rows` does."""
+    """Read the samples of a file, or only these lines; skip row groups without such lines. Raises as `read_rows` does."""
     return read_rows(path, SampleRecord, "file of samples", None if lines is None else [("line", "in", lines)])
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTrace:
-    """The columns of a logged sample that say which weights wrote it and what became of it, as in SampleRecord."""
+    """Columns of SampleRecord that show which policy versions decoded a sample, and what became of it."""
 
     uid: str
     agent: str
@@ -144,7 +144,7 @@ class SampleTrace:
 
 
 def read_traces(path: Path) -> list[SampleTrace]:
-    """Read these columns of the samples of a file. Raises as `read_rows` does."""
+    """Read the traces of the samples in a file. Raises as `read_rows` does."""
     return read_rows(path, SampleTrace, "file of samples")
 
 

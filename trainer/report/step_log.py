@@ -33,7 +33,7 @@ class StepLog:
     """Record of the current step, on rank 0 only.
 
     port: optional; gets every row. episode_clock: must be notified of the scheduler's episodes. kept: uids of the samples whose
-    tokens are written. tokens: results of the step's updates for these samples. samples: what the updates trained of each sample.
+    tokens are written. tokens: results of the step's updates for these samples. samples: the trained part of each sample.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:

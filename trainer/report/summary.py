@@ -184,7 +184,7 @@ class Evaluation(Schema):
     solve. system_at, alone_at: the same with several draws. sets: each set of data.eval, if that is a list; other fields are for
     all sets together. usage (by agent), tools (by name), latency and team (means of the orchestration's own metrics) come from
     the episodes behind `system`, and judge from their answers. judge is null without a model judge, latency if not measured.
-    league: games against past versions, null without a league, and for the first of them.
+    league: games against past versions, null without a league, and for the first version.
     notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).
     """
 

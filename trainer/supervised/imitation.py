@@ -100,7 +100,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Demonstrations of a step, by policy; the same on every rank. lr: overrides the policies' schedules."""
+    """Demonstrations for one step of each policy; the same on every rank. lr: overrides the policies' schedules."""
 
     sequences: Mapping[str, Sequence[TrainSequence]]
     lr: float | None = None

@@ -10,7 +10,7 @@ A correct engine's differences must be distributed like the noise:
     last tokens   of the sequences, beyond the same bound                   at most half of them
 
 The largest difference is reported but not bounded: in any MoE model, a token with nearly tied experts can be off by nats.
-Adapters of one base that are published together are compared each by itself, with a quarter of the sequences each; trainer and
+Adapters of one base that are published together are compared separately, each on a quarter of the sequences; trainer and
 engine score the sequences of all of them at once. See docs/weight_sync.md for measurements.
 """
 
@@ -29,7 +29,7 @@ from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner, Together
 from marsrl.trainer.learner.other_roundings import Precision
 
-_NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # of a policy alone, and of each adapter of several
+_NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # sequences for a single policy; for each of several adapters
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median, relative to the noise's and to that of the first comparison.
 _SHARE = 0.2
@@ -90,7 +90,7 @@ def sequence_scores(
 
 
 def scores_together(group: Together, names: Collection[str], engines: Precision) -> dict[str, TrainerScores]:
-    """Return trainer_scores of these policies of the group; of several, from two passes for all of them. Collective."""
+    """Return trainer_scores of these policies of the group. Several policies share two passes. Collective."""
     if len(names) == 1:
         return {name: trainer_scores(group.learners[name], engines) for name in names}
     first = next(iter(group.learners.values()))
@@ -112,7 +112,7 @@ def scores_together(group: Together, names: Collection[str], engines: Precision)
 
 
 def _packed(sequences: Sequence[IntArray], align: int, agents: Sequence[int] | None = None) -> PackedBatch:
-    """Pack the sequences so that every token after the first is scored. agents: of each sequence; None: 0."""
+    """Pack the sequences so that every token after the first is scored. agents: agent of each sequence; None: all 0."""
     every = [
         TrainSequence(
             uid=f"probe/{i}",
@@ -138,7 +138,7 @@ class EngineComparison:
     """
 
     def __init__(self, adapter: str = "") -> None:
-        """Create it for an adapter, which messages name; "": the model's weights."""
+        """adapter: the compared adapter's name, for messages; "": the model's weights are compared."""
         self.whose = f"adapter {adapter}, " if adapter else ""
         self._most = _FIRST  # Largest allowed ratio of the median difference to the noise's median.
         self._is_first = True
@@ -316,7 +316,7 @@ class CheckedEngines:
 
     @staticmethod
     def compare_together(asked: Sequence[Compared]) -> list[ComparisonReport]:
-        """Compare several adapters of one pool as `compare` does each, by one call to the engines."""
+        """Compare several adapters of one pool, each as `compare` does, with one call to the engines."""
         first = asked[0]
         num = len(first.scores.logprobs)
         names = [each.engines.adapter for each in asked] + [""] * any(each.is_bare for each in asked)
@@ -334,7 +334,7 @@ class CheckedEngines:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Adapter to compare with others. is_bare: without effect, so that the bare weights must have the same log-probs."""
+    """Adapter to compare with others. is_bare: it has no effect, so the bare weights must give the same log-probs."""
 
     engines: CheckedEngines
     scores: TrainerScores

@@ -38,7 +38,7 @@ class League:
         """sync: publishes the policy's adapter. directory: sync.directory, which the engines' hosts see."""
         self.config, self._run, self._sync = config, run, sync
         self._files = PrivateFolder(directory)
-        self._held: dict[str, int] = {}  # version in each slot that has one
+        self._held: dict[str, int] = {}  # version that each used slot holds
 
     def forget_after(self, version: int) -> None:
         """Remove versions after this one, which the run will make again, and partial directories. -1: remove all."""
@@ -63,7 +63,7 @@ class League:
                 shutil.rmtree(path)
 
     def load(self, version: int) -> dict[int, str]:
-        """Return the slots of this version's opponents, by their versions; load those that no slot holds yet.
+        """Load this version's opponents that no slot holds yet; return {opponent's version: its slot}.
 
         Raises RuntimeError: a kept file is damaged, or an engine does not hold what was kept.
         """
@@ -84,7 +84,7 @@ class League:
             raise RuntimeError(
                 f"league: {'; '.join(lines)}; restore the file, or remove {folder} to go on without this opponent"
             )
-        copy = self._files.path / folder.name  # Engines on other hosts, and replacements of lost ones, read it too.
+        copy = self._files.path / folder.name  # Engines on other hosts, and replacements of lost engines, read it too.
         shutil.copytree(folder, copy)
         self._sync.load_past(AdapterUpdate(slot, str(copy), version), read_tensors(folder))
         if slot in self._held:

@@ -75,13 +75,13 @@ StandingBy = Callable[[Callable[[], _T]], _T | None]
 class SyncReport:
     """Result of a verified publish.
 
-    seconds: duration of the publish; of adapters published together, of all of them.
+    seconds: duration of the publish; for adapters published together, that of all of them.
     is_direct: without files (nccl, ipc).
     num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
     comparison: None if it was not due (sync.verify_every).
     num_engines, num_shards: number of engines that were verified, and of the parts into which each divides its weights.
-    digest: of the checksums of what each engine holds.
+    digest: one digest of the checksums of what each engine holds.
     seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
         sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
@@ -330,7 +330,7 @@ class AdapterSync(FileSync):
     def load_past(self, update: AdapterUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load another version into a slot of its own beside the current one, and verify its checksums. On rank 0 only.
 
-        tensors: of the version, as read from the file that was kept of it. Raises RuntimeError if an engine holds others.
+        tensors: the version's tensors, as read from its kept file. Raises RuntimeError if an engine holds other values.
         """
         assert self._engines is not None, "of rank 0"
         (receipts,) = self._engines.pool.update_adapters([update])
@@ -367,7 +367,7 @@ class DirectSync(WeightSync):
         precision: Precision | None = None,
         **options: Any,
     ) -> None:
-        """Send directly; verify_every, precision: as for WeightSync; options: of the DirectSender.
+        """Send directly; verify_every, precision: as for WeightSync; options: the DirectSender's.
 
         Raises ValueError: an engine holds its weights in a form that cannot be received.
         """
@@ -545,7 +545,7 @@ def publish_together(
     engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     standing_by: StandingBy[dict[str, SyncReport]] | None = None,
 ) -> dict[str, SyncReport] | None:
-    """Publish several adapters of one base as `publish` does each: one message to the engines and one comparison's passes.
+    """Publish several adapters of one base, each as `publish` does, with one message to the engines and shared passes.
 
     syncs: of the group's policies to publish. engines_at_rest: entered once for all. Collective; returns each policy's report,
     None except on rank 0. Raises as `publish`.
@@ -593,7 +593,7 @@ def publish_together(
 
 
 def _deliver_together(syncs: Mapping[str, AdapterSync], versions: Mapping[str, int]) -> dict[str, Delivered]:
-    """Have the engines load all adapters; return, on rank 0, what each engine now holds of each."""
+    """Have the engines load all adapters; return, on rank 0, what each engine now holds of each adapter."""
     prepared = {
         name: (sync._engines, sync._written)
         for name, sync in syncs.items()
@@ -613,7 +613,7 @@ def _deliver_together(syncs: Mapping[str, AdapterSync], versions: Mapping[str, i
 def _compare_together(
     syncs: Mapping[str, AdapterSync], scores: Mapping[str, TrainerScores], versions: Mapping[str, int]
 ) -> dict[str, ComparisonReport]:
-    """Compare log-probs of the adapters with scores, on rank 0."""
+    """Compare, on rank 0, the log-probs of those adapters that have scores."""
     asked = [
         Compared(engines, scores[name], versions[name], sync._is_bare)
         for name, sync in syncs.items()
@@ -626,7 +626,7 @@ def _compare_together(
 
 
 def _part_load(seconds_of: dict[str, float], delivered: Sequence[Delivered]) -> None:
-    """Split the engines' checksums, of the slowest engine, off the seconds of the load."""
+    """Subtract the slowest engine's checksum time from the seconds of the load, and note it separately."""
     of_engines = Counter[int]()
     for each in delivered:
         of_engines.update({engine: receipt.checksum_seconds for engine, receipt in each.receipts.items()})
@@ -635,7 +635,7 @@ def _part_load(seconds_of: dict[str, float], delivered: Sequence[Delivered]) -> 
 
 
 def digest(expected: Sequence[Mapping[str, int]]) -> str:
-    """Return 16 hexadecimal digits of the checksums of every tensor, by shard of an engine."""
+    """Return a digest (16 hexadecimal digits) of every tensor's checksum in each shard of an engine."""
     text = "\n".join(
         f"{shard} {name} {value}" for shard, sums in enumerate(expected) for name, value in sorted(sums.items())
     )

@@ -29,7 +29,7 @@ class Segments(PackedSeqParams):
     cu_seqlens: Tensor | None = None  # [S+1] int32
     max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # Set only under context parallelism.
-    kept: dict[int, KeptAttention] | None = None  # By layer number, until recomputed; None: attention keeps nothing.
+    kept: dict[int, KeptAttention] | None = None  # By layer number, until the layer is recomputed; None: not kept.
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
@@ -86,7 +86,7 @@ class PackedAttention(MegatronModule):
 class KeptAttention:
     """Attention of a layer that is recomputed: its output and statistics are kept, and q, k and v are recomputed.
 
-    The graph of the first forward pass is kept without the memory of q, k and v, and reads the recomputed ones in its backward.
+    The graph of the first forward pass is kept without the memory of q, k and v. Its backward reads the recomputed q, k and v.
     So this works for every implementation of attention_varlen, and the gradient is that of the kept forward pass.
     """
 
@@ -105,11 +105,11 @@ class KeptAttention:
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             starts = _Start.apply(torch.empty(0, requires_grad=True), *inputs)
-            # Edges, because the tensors would keep their memory.
+            # Keep edges of the graph, because tensors would keep their memory.
             self._edges = [torch.autograd.graph.get_gradient_edge(start) for start in starts]
             self._graph = attend(*starts)
         self._strides, self._remade = [x.stride() for x in inputs], remade
-        inputs.clear()  # pack may live as long as the graph.
+        inputs.clear()  # The hook `pack`, which holds the list, may live as long as the graph.
 
     @property
     def output(self) -> Tensor:
@@ -122,7 +122,7 @@ class KeptAttention:
         return output
 
     def gradients(self, grad_output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, given the recomputed ones; frees the graph."""
+        """Return the gradients of q, k and v, and free the graph. inputs: the recomputed q, k and v."""
         self._remade[:] = inputs
         gradients = torch.autograd.grad(self._graph, self._edges, grad_output)
         self._remade.clear()
@@ -130,7 +130,7 @@ class KeptAttention:
 
 
 class _Start(torch.autograd.Function):
-    """Tensors that require a gradient without being leaves: the graph's leaves would keep their memory."""
+    """Copies that require a gradient but are not leaves, because a graph keeps the memory of its leaves."""
 
     @staticmethod
     def forward(ctx: Any, requires_grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:

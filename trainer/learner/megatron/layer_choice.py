@@ -3,8 +3,8 @@
     gradient accumulation   a linear layer's GEMM accumulates its weight gradient in DDP's float32 buffer, as those of
                             our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do; by apex's
                             kernel, or by torch (kernels/main_grad.py)
-    rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
-                            the kernel needs no bounds of sequences
+    rope                    rotation of queries and keys in one kernel; angles are gathered by position first (head.py), so the
+                            kernel needs no bounds of sequences
 
 The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU.
 """
@@ -78,12 +78,12 @@ def choose_fusions(layers: LayerChoice) -> Fusions:
 
 
 def why_not_added() -> str | None:
-    """Return None if the GPU adds bfloat16 products to float32, which is tried with exact numbers, else the reason."""
+    """Try a sum with exact numbers; return None if the GPU adds bfloat16 products to float32, else the reason."""
     try:
         rows = torch.ones(16, 8, dtype=torch.bfloat16, device="cuda")
         total = torch.ones(8, 8, dtype=torch.float32, device="cuda")
         wgrad_gemm_accum_fp32(rows, rows, total)
-    except (RuntimeError, TypeError, AssertionError) as error:  # torch without CUDA asserts.
+    except (RuntimeError, TypeError, AssertionError) as error:  # A build of torch without CUDA raises AssertionError.
         return f"torch.addmm cannot add bfloat16 products to float32 here: {error}"
     return None if bool((total == 17).all()) else "torch.addmm adds bfloat16 products to float32 wrongly here"
 

@@ -74,9 +74,9 @@ class OffloadingBlock(TransformerBlock):
     """
 
     def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
-        """Offload tensors with the shape of the first layer's input, which every layer's input has.
+        """Offload every layer's input: the kept tensors that have the shape of the first layer's input.
 
-        All layers share whatever else is kept (the angles).
+        Other kept tensors, the angles, are shared by all layers and stay on the device.
         """
         shape = hidden_states.shape  # The hook outlives this call, so it must not hold the tensor.
 
@@ -94,7 +94,7 @@ class AttentionKeepingBlock(TransformerBlock):
     """Transformer block that recomputes layers from their inputs, except for attention's output (attention.py)."""
 
     def _checkpointed_forward(self, *args: Any, packed_seq_params: Segments, **others: Any) -> Any:
-        # Without a gradient nothing would be recomputed. Each micro-batch has its own segments.
+        # Without a gradient no layer is recomputed, so nothing is kept. Each micro-batch has its own segments.
         packed_seq_params.kept = {} if torch.is_grad_enabled() else None
         return super()._checkpointed_forward(*args, packed_seq_params=packed_seq_params, **others)
 

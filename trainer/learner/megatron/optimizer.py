@@ -1,4 +1,4 @@
-"""Megatron's distributed AdamW: the schedule, the guarded step, fixes for checkpoints without TransformerEngine."""
+"""Megatron's distributed AdamW: the schedule, the guarded step, and fixes for checkpoints without TransformerEngine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shim that makes megatron-core run on CPU tensors and gloo, and evens out its versions 0.16.1 and 0.19.2.
+"""Shim that makes megatron-core run on CPU tensors and gloo, and hides differences of versions 0.16.1 and 0.19.2.
 
 Call `install()` before megatron is imported. With CUDA it leaves tensors and collectives alone. No file of megatron is edited;
 every entry states what breaks without it.
@@ -127,7 +127,7 @@ def _after_import() -> None:
 
 
 def _mend_on_every_machine() -> None:
-    """Define names that megatron-core lacks without TransformerEngine, apex, or in one of its versions, on GPUs too."""
+    """Define names that megatron-core lacks without TransformerEngine or apex, or in one of its versions; also on GPUs."""
     import megatron.core.distributed.distributed_data_parallel as data_parallel
     import megatron.core.models.gpt.gpt_model as gpt_model
     import megatron.core.optimizer.optimizer_config as optimizer_config
