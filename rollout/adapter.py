@@ -69,7 +69,7 @@ class AdapterConfig(Settings):
 
     @property
     def scale(self) -> float:
-        """alpha / rank. The same in experts, whose PEFT lora_alpha is therefore alpha x expert_rank / rank."""
+        """alpha / rank. Experts have the same scale, so their PEFT lora_alpha is alpha x expert_rank / rank."""
         return self.alpha / self.rank
 
     def rank_in_experts(self, shape: ModelShape) -> int:

@@ -1,4 +1,4 @@
-"""RMSNorm through csrc/cpu/rms_norm.cpp, threads over rows; a rotation by PyTorch, in float32 with the norm."""
+"""RMSNorm by csrc/cpu/rms_norm.cpp, with threads over rows. PyTorch rotates its float32 result, which is rounded once."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -67,7 +67,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Return (rows, columns) of a program by the width alone, so that a row's sums do not depend on other rows."""
+    """Return (rows, columns) of a program. They depend only on the width, so other rows do not change a row's sums."""
     block = min(WIDEST, triton.next_power_of_2(width))
     return max(1, ELEMENTS // block), block
 

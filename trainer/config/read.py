@@ -39,7 +39,7 @@ def read_config(
 ) -> tuple[RunConfig, ConfigOrigin]:
     """Return the checked settings, and their layers.
 
-    Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
+    The layers are the task's preset, the one that `preset` names, the file and the words; later ones win. Mappings are merged key
     by key, lists are replaced. `preset: none` inherits nothing. A layer that makes a choice drops the settings of lower layers
     for other choices (_of_other_choices). A policy that only a preset defines is dropped if no agent uses it, so that users who
     set policies for all agents do not get the preset's as well.

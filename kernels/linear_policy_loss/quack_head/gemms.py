@@ -1,6 +1,6 @@
 """First product of a head by QuACK's GEMM for Hopper (CuTe DSL), with exponentials in place of logits. Imports QuACK.
 
-    exponentials[r, v] = e^(z - m_r)      m_r: about the target's z
+    exponentials[r, v] = e^(z - m_r)      m_r: close to the target's z
 
 bfloat16 has the exponent range of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
 (quack/linear_cross_entropy.py) uses one m per row and 128 columns, and scales an operand of the other two products by it.
