@@ -1,4 +1,4 @@
-"""Train, evaluate and teach a team in this process, and the handle of a run: the commands as functions (docs/python_api.md).
+"""The commands as functions: train, evaluate and teach a team in this process; and the class Run (docs/python_api.md).
 
 A call trains one rank in this process. When it returns, its engines, workers and Ray have ended too.
 """
@@ -45,7 +45,8 @@ Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 class Error(Exception):
-    """Raised if settings or files cannot be used, or a run failed. The text is the command line's, without the program's name."""
+    """Raised if settings or files cannot be used, or a run failed. The text is the command line's error message,
+    without the program's name."""
 
 
 Error.__module__ = "marsrl"  # the name shown in tracebacks
@@ -192,7 +193,7 @@ def evaluate(
 
     Args:
         config: as in `train`; or a run, its directory or one of its checkpoints, to evaluate its team with those weights.
-        out: folder for the evaluation and each finished draw, in which an earlier one is resumed. Default: a new folder.
+        out: folder for the evaluation and each finished draw; an earlier evaluation in it is resumed. Default: a new folder.
 
     Raises:
         Error: the settings cannot be used, or the evaluation failed.
@@ -305,14 +306,14 @@ def _check_process(call: str, config: RunConfig | None) -> None:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn exceptions inside the block into Error, with the command line's text."""
+    """Turn exceptions inside the block into Error, with the command line's error message."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise Error(visible(refusal(error))) from error
     except Error:
         raise
-    except Exception as error:  # raised with the line that a command would end with
+    except Exception as error:  # its text is the last line that the command would print
         raise Error(visible(f"{type(error).__name__}: {error}")) from error
 
 

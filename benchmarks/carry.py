@@ -65,9 +65,9 @@ def entries(library: bytes) -> Iterator[list[tuple[int, int, int, int]]]:
 
 
 def for_one_gpu(library: bytes, gpu: int = GPU) -> bytes:
-    """Return the library with zeros in the place of code that this GPU does not run, all offsets unchanged.
+    """Replace the code that this GPU does not run by zeros, and return the library; all offsets stay.
 
-    Machine code stays for this architecture alone. PTX for it or an earlier one stays in a fat binary without such machine code.
+    Only machine code for this architecture stays. In a fat binary without it, PTX for this or an earlier architecture stays.
     """
     kept = bytearray(library)
     for fat_binary in entries(library):
@@ -139,7 +139,7 @@ def cut(file: Path, out: Path, piece_bytes: int) -> list[Path]:
 
 
 def join(folder: Path) -> list[str]:
-    """Join the pieces in a folder to files beside them, where all of a file are there; return a line per file that is incomplete.
+    """Join the pieces of each complete file in a folder, beside them; return a line for each file that lacks pieces.
 
     Raises:
         ValueError: joined pieces differ from the file that was cut.

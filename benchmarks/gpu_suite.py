@@ -59,7 +59,8 @@ NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan
 class Part:
     """One process of the suite.
 
-    modules: must be importable; otherwise the part is skipped and they are named. problem: another reason why it cannot run.
+    modules: must be importable; otherwise the part is skipped, and the report names those that are missing.
+    problem: another reason why the part cannot run.
     """
 
     name: str

@@ -28,7 +28,7 @@ PLACES = {
 class PartClock:
     """Clock that changes part where a method of PLACES begins or ends.
 
-    On a GPU it records events, without waiting: a part's seconds are those of the stream, with its gaps. On a CPU it reads the
+    On a GPU it records events, without waiting: a part's seconds are the stream's time, idle gaps included. On a CPU it reads the
     process time.
     """
 

@@ -93,7 +93,7 @@ def child(job: dict[str, Any]) -> None:
         if parts_clock is not None:
             parts_clock.start()
         start = clock()
-        norms.append(variant.step())  # The norm comes from the device, so the step is over.
+        norms.append(variant.step())  # Reading the norm waits for the device, so the step has ended.
         seconds.append(clock() - start)
         if parts_clock is not None:
             parts.append(parts_clock.seconds())

@@ -1,13 +1,14 @@
 """Audit of a run: its files show which weights wrote each token, and what became of it. Five checks, a line each.
 
     versions     every token was decoded by a version that was published before, and verified on every engine
-    log-probs    those of the samples agree with the trainer's, at the version that decoded all of the sample
+    log-probs    the engine's log-probs of a sample agree with the trainer's, if one version decoded the whole sample
     tokens       the decoded tokens of trained policies are those of the samples, and no sample is missing
-    once         no sample was trained twice, and the updates had the tokens that the samples say
+    once         no sample was trained twice, and the updates trained the tokens that the samples record
     staleness    no token is newer than the version that trained on it
 
-A check of log-probs: the mean |log p_trainer - log p_rollout| of a sample, median over samples, is at most 3 times the noise of
-rounding in the comparison before (docs/weight_sync.md). Other weights are off by more, once training has moved them.
+The check of log-probs takes the mean |log p_trainer - log p_rollout| of each sample, and the median over samples. It passes up to
+3 times the rounding noise of the previous comparison (docs/weight_sync.md). Other weights differ by more, once training has moved
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _EXPLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check: passed, failed, or None if the run has not recorded what it needs; what was found."""
+    """Result of one check: passed, failed, or None if the run lacks the records for it; and the finding as text."""
 
     name: str
     passed: bool | None

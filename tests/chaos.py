@@ -53,8 +53,8 @@ from marsrl.trainer.report.metrics import read_metrics
 GRACE_S = 10.0  # time for a silent rank's run to end after run.silence_s, including torchrun and Ray
 LOADED_S = 60.0  # additional time on a loaded machine
 START_S = 600.0  # time to the first step on a loaded machine
-END_S = 300.0  # for one to end after a fault that ends it
-SURVIVE_S = 400.0  # for one to train again after a fault that it survives
+END_S = 300.0  # time for a run to end after a fault that ends it
+SURVIVE_S = 400.0  # time for a run to train again after a fault that it survives
 FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.

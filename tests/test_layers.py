@@ -142,7 +142,7 @@ def test_mypy_finds_every_folder_under_its_import_name() -> None:
 
 
 HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
-EXTRAS = {"httpx", "uvicorn", "starlette", "fastapi", "mcp", "trafilatura", "pypdf", "wandb"}  # of setup.py's extras
+EXTRAS = {"httpx", "uvicorn", "starlette", "fastapi", "mcp", "trafilatura", "pypdf", "wandb"}  # setup.py's extras
 TRAINER = """
 import marsrl.trainer.loop, marsrl.rollout.player.rollout, marsrl.trainer.build, marsrl.commands.models.export
 import marsrl.trainer.checks.preflight

@@ -69,7 +69,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", partial(plain, _eager)),
         compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
-    # Each logit needs two exp of about 20 operations. Memory is the bound: logits are read once, then read and written.
+    # Each logit needs two exp of about 20 operations. Memory traffic is the bound: logits are read twice and written once.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
     return Bench(variants, judge, flops, num_bytes, 0)
 

@@ -1,4 +1,4 @@
-"""rms_norm of hidden states, and of key heads within a fused projection with their rotation; forward and backward."""
+"""rms_norm of hidden states, and of rotated key heads inside a fused projection; forward and backward."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "train
 """Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes. Verifier
 and Corrector: this seed's, before training (untrained) or after it.
 """
-# 107,456 instead of 568,416 parameters; its mistakes are mostly at + and -, those of this team's tutors mostly at *
+# A model of 107,456 instead of 568,416 parameters. It errs mostly at + and -; this team's tutors err mostly at *.
 OTHER_KIND = (
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",

@@ -173,7 +173,7 @@ class Runner:
         """Run Python with these arguments; return its standard output, CPU seconds and peak resident bytes.
 
         Raises:
-            RuntimeError: the process failed; with its last line, preferably marsrl's.
+            RuntimeError: the process failed; the text is marsrl's last error line, or else the last line of output.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
@@ -203,7 +203,7 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def _game(self, study: str, seed: int, *arms: str) -> list[str]:
-        """Return the arguments for a game's script: trainings of these arms, or without any the seed's start alone."""
+        """Return the arguments for a game's script, which trains these arms; without arms it makes only the seed's start."""
         folder = self.runs / study
         return [str(GAMES[study].file), "--folder", str(folder), "--seeds", str(seed), "--arms", *arms]
 
@@ -219,8 +219,8 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """Measure the foreign team's accuracy, its Solver's first answers in the same episodes, and the gain from the other
-        agents.
+        """Measure the foreign team's accuracy, that of its Solver's first answers in the same episodes, and the gain from the
+        other agents.
         """
         from marsrl.trainer.report.summary import Evaluation
 

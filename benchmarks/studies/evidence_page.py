@@ -43,8 +43,8 @@ Results = Mapping[tuple[str, str, int], Result]
 class Claim:
     """Table of a section. groups: arms to compare; the first of a group is compared with each other one.
 
-    columns: {number of a result: heading}; the first ones, `num_compared`, have their intervals over seeds, and are compared.
-    at_tokens and at_step_seconds: the team's accuracy when it had spent as much as the arm that spent least with this seed.
+    columns: {number of a result: heading}; the first `num_compared` ones show intervals over seeds, and are compared.
+    at_tokens, at_step_seconds: the team's accuracy at the point where it had spent as much as the seed's cheapest arm in total.
     """
 
     study: str

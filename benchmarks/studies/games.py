@@ -24,10 +24,10 @@ Measured = tuple[dict[str, float], dict[str, list[float | None]]]
 
 @dataclass(frozen=True)
 class Game:
-    """Game and the arms of its study. settings: of all arms, without paths.
+    """Game and the arms of its study. settings: settings of all arms, without paths.
 
     file: script that defines the task and the environment by these names. demonstrations: objects for data.demonstrations.
-    measure: from an arm, its run, and its policies as model directories, to numbers.
+    measure: function of an arm, its run and its policies (model directories) that returns numbers.
     programs: {arm: script that trains it in place of trainer/main.py}.
     """
 

@@ -60,7 +60,7 @@ def tool_calls(problem: Any, client: Any, renew: Callable[[Chat, int], None] = l
 
 
 def call_ids_made_anew(problem: Any, client: Any) -> None:
-    """Every request has other ids of all earlier calls."""
+    """Every request changes the ids of all earlier calls."""
 
     def renew(chat: Chat, turn: int) -> None:
         for place, message in enumerate(chat):
@@ -73,7 +73,7 @@ def call_ids_made_anew(problem: Any, client: Any) -> None:
 
 
 def sub_agents(problem: Any, client: Any) -> None:
-    """Every second answer starts a context of its own, of 3 calls, and gets its last answer."""
+    """Every second answer starts a sub-agent's context of 3 calls, and receives the last answer in it."""
     chat = begin(problem)
     for turn in range(TURNS):
         chat += [client.chat("solver", chat).message, output(turn)]
@@ -169,7 +169,7 @@ def answer_thrown_away(problem: Any, client: Any) -> None:
 
 
 def call_cut_off(problem: Any, client: Any) -> None:
-    """The client closes the connection of the seventh call, and sends it again without a header that says so."""
+    """The client closes the connection of the seventh call, and repeats the call without the header of a retry."""
     chat, url = append_only(problem, client, turns=6), urllib.parse.urlsplit(client.base_url)
     connection = http.client.HTTPConnection(url.netloc)
     headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}

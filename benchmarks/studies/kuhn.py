@@ -45,7 +45,7 @@ def value(bets: Bets, deal: Sequence[int], history: str = "") -> float:
 
 
 def exploitability(bets: Bets) -> float:
-    """Return what a best response wins per game, mean of both seats. Each of its 64 pure policies is tried."""
+    """Return what a best response wins per game, averaged over both seats. All of its 64 pure policies are tried."""
     best = []
     for seat, sign in enumerate((1, -1)):
         own = [point for point in POINTS if len(point[1]) % 2 == seat]
@@ -69,7 +69,7 @@ def average(policies: Sequence[Bets]) -> Bets:
 
 
 class Deals(OwnTask):
-    """The six deals, of which each step plays every one."""
+    """The six deals; each step plays all of them."""
 
     def problems(self) -> list[tuple[str, str | None]]:
         return [(f"deal {a}{b}", f"{a}{b}") for a, b in DEALS]
@@ -79,7 +79,7 @@ class Deals(OwnTask):
 
 
 class Kuhn:
-    """Environment of the players first and second. A turn is one token; one that is no move loses 2."""
+    """Environment of the players first and second. A turn is one token; a token that is not a move loses 2."""
 
     max_tokens = 1
 

@@ -80,7 +80,7 @@ def scored(model: Path) -> tuple[float, float]:
 
 
 def session(text: str, reward: float) -> list[float]:
-    """Return the rewards of a logged session's turns, from all that was said after the question and the whole reward."""
+    """Return the rewards of a logged session's turns, from the text after the question and the whole reward."""
     hints = text.count(HINT)
     return [-COST] * hints + ([reward + COST * hints] if hints < MOST else [])
 

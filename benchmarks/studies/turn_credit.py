@@ -89,20 +89,20 @@ def ours(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def leave_one_out(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=none: a session's return minus the mean of the others'."""
+    """credit.std=none: a session's return minus the mean return of the other sessions."""
     whole = [sum(rewards) for rewards in sessions]
     return [[each - fmean(whole[:i] + whole[i + 1 :])] * len(sessions[i]) for i, each in enumerate(whole)]
 
 
 def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=biased (GRPO): a session's return minus the mean of all, divided by their standard deviation."""
+    """credit.std=biased (GRPO): a session's return minus the mean of all returns, divided by their standard deviation."""
     whole = [sum(rewards) for rewards in sessions]
     mean, std = fmean(whole), pstdev(whole)
     return [[(each - mean) / std if std else 0.0] * len(rewards) for each, rewards in zip(whole, sessions, strict=True)]
 
 
 def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """Rewards centred by turn index, then summed from a turn on (ports of MT-GRPO; github.com/verl-project/verl#7244)."""
+    """Rewards minus the mean of their turn index, summed from each turn on (MT-GRPO ports; github.com/verl-project/verl#7244)."""
     longest = max(map(len, sessions))
     means = [fmean(rewards[k] for rewards in sessions if len(rewards) > k) for k in range(longest)]
     return [

@@ -144,7 +144,7 @@ class Catalog:
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
         self._kept: dict[str, tuple[object, Any]] = {}  # state and contents of files that are read whole
-        # Of the metrics file: inode, bytes read, lines read, and their curves.
+        # State of the metrics file: inode, bytes read, lines read, and the curves of these lines.
         self._curves: tuple[int, int, int, Curves] = (0, 0, 0, {})
         self.refused: dict[str, str] = {}
 
@@ -361,7 +361,7 @@ class Catalog:
     ) -> list[tuple[str, int, int, float | None, float | None]]:
         """Return (problem, column, samples, mean reward, share right) for the problems that the agent played in the most steps.
 
-        The newest problems win ties. agent: "" for every agent. Column k covers `width` steps from `first` + k * width on.
+        The newest problems win ties. agent: "" for every agent. Column k covers `width` steps from step `first` + k * width.
         """
         sql = """WITH own AS (SELECT *, (step - ?) // ? AS k FROM samples WHERE ? IN ('', agent)),
             most AS (SELECT problem, row_number() OVER (ORDER BY count(DISTINCT step) DESC, max(step) DESC, min((step, line)))

@@ -118,7 +118,8 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return curves of at most 1,000 points each. every: number of steps that a point averages, without missing values."""
+    """Return curves of at most 1,000 points each. every: number of steps that a point averages; missing values are
+    left out."""
     return [_thinned(catalog.curves.get(each, [])) for each in name]
 
 

@@ -174,7 +174,7 @@ def _hf_tensors(
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield (Hugging Face name, tensor).
 
-    Rotary embeddings pair adjacent rows of a head in GGUF, but row i of each half in Hugging Face format; rows are reordered.
+    Rows are reordered. Rotary embeddings pair adjacent rows of a head in GGUF, and rows i of both halves in Hugging Face format.
     """
     for name, tensor in tensors.items():
         layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]

@@ -118,9 +118,9 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
 
 
 def teach_team(prepared: PreparedSft) -> None:
-    """Train the remaining steps and write the models; rank 0 prints the settings to start from them. Collective.
+    """Train the remaining steps and write the models. Collective.
 
-    Raises as _Training.train.
+    Rank 0 prints the settings with which a run starts from these models. Raises the same errors as _Training.train.
     """
     quiet_libraries()
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Chains of sums of reasoning-gym, with its own score, which a program chooses. `pip install 'marsrl[reasoning_gym]'`"""
+"""Program that asks sums from reasoning-gym, which scores the answers. `pip install 'marsrl[reasoning_gym]'`"""
 
 import zlib
 

@@ -7,7 +7,7 @@ TRIES = 2
 
 
 class State(MessagesState):
-    """messages: the Solver's chat. reports: the Verifier's."""
+    """messages: the Solver's chat. reports: the Verifier's reports."""
 
     reports: list
 
@@ -40,7 +40,7 @@ async def run(problem, client):
     rights = [is_right(each.text, problem) for each in state["messages"] if each.type == "ai"]
     rewards = {"solver": rights[-1]}
     for report, right in zip(state["reports"], rights):
-        rewards[report.response_metadata["id"]] = approves(report) == right  # of this call only
+        rewards[report.response_metadata["id"]] = approves(report) == right  # the reward of this call alone
     return rewards
 
 

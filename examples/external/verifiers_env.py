@@ -9,12 +9,12 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils.loaders import load_environment, load_taskset
 
 __all__ = ["Chat"]
-ID = os.environ.get("VERIFIERS_ID", "chains")  # chains.py beside this file
+ID = os.environ.get("VERIFIERS_ID", "chains")  # the default is chains.py, beside this file
 TASKS = list(load_taskset(vf.TasksetConfig(id=ID)))
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """Calls answers in this process, where those of verifiers start a program for each turn."""
+    """Harness that requests answers in this process; the harnesses of verifiers start a program for each turn."""
 
     APPENDS_SYSTEM_PROMPT, SUPPORTS_RESUME, EXECUTES_CODE, NEEDS_CONTAINER = True, True, False, False
 
@@ -34,7 +34,7 @@ async def run(problem, client):
     """Play one session. The problem's id selects the task, the same for all its sessions; every tenth is for evaluation."""
     own = [task for i, task in enumerate(TASKS) if (i % 10 == 0) == (problem.purpose != "train")]
     task = random.Random(problem.id).choice(own)
-    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # how its programs would run
+    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # for harnesses with programs
     env = load_environment(vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": ID}, "agent": seat}))
     variable = f"KEY_OF_{client.session}"
     os.environ[variable] = client.api_key  # verifiers reads keys only from the environment

@@ -16,7 +16,7 @@ os.environ["PATH"] = (
     f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # uv installs what harnesses' programs need
 )
 endpoint = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
-problem = json.load(sys.stdin)  # says which task it is, as in verifiers_env.py
+problem = json.load(sys.stdin)  # its id selects the task, as in verifiers_env.py
 seat = {"harness": {"id": os.environ.get("VERIFIERS_HARNESS", "null")}, "runtime": {"type": "subprocess"}}
 taskset = {"id": os.environ.get("VERIFIERS_ID", "chains")}
 env = load_environment(vf.SingleAgentEnvConfig.model_validate({"taskset": taskset, "agent": seat}))

@@ -34,7 +34,7 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The sorted cards as text of a tuple, in which the order counts: `(12, 40, 67)`."""
+        """The sorted cards, written as a tuple, whose order counts: `(12, 40, 67)`."""
         return listed(sorted(self.cards))
 
     def solution(self, rng: random.Random) -> str:

@@ -66,7 +66,7 @@ def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
 
 
 def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: tuple[Any, Any, Path]) -> None:
-    """After the notebook's own run, in its kernel."""
+    """The interrupted run follows the notebook's own, in the same kernel."""
     client, _, folder = notebook
     client.kc.execute(
         "settings['run'] |= {'steps': 10_000, 'name': 'long'}\nrun = marsrl.train(settings, team=Checked)"

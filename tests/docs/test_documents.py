@@ -96,7 +96,7 @@ def test_every_setting_that_is_named_is_one() -> None:
 
 
 def test_backticks_of_running_text_are_closed() -> None:
-    """Otherwise the spans that the other tests read would be the text between them."""
+    """If one were open, the other tests would read the text between spans as code."""
     texts = [(page.name, line, piece.content) for page in PAGES for line, piece in pieces(page) if piece.type == "text"]
     assert not [each for each in texts if "`" in each[2]]
 

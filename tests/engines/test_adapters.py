@@ -235,7 +235,9 @@ def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> N
 
 @every
 def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served) -> None:
-    """Its probe runs beside the other requests, and before those that wait for one of rollout.vllm.max_num_seqs."""
+    """The adapter's probe runs beside the other requests, and before requests that wait for a free sequence of
+    rollout.vllm.max_num_seqs.
+    """
     folders = dict(served.folders)
     asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
     own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
@@ -265,8 +267,8 @@ def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> 
 
 @of_vllm
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """Holds for continued requests, for others, and after the base weights were loaded again: vLLM then drops all adapters, and
-    reads each again from the path in a request.
+    """This holds for continued and new requests, also after the base weights were loaded again: vLLM then drops all adapters, and
+    reads each of them again from the path in a request.
     """
     before, others = served.folders["a"], served.asks("b", "", "b")
     served.engine.submit(others, version=0)
@@ -425,7 +427,7 @@ def test_start_adapters_load_at_once_and_others_start_bare(checkpoint: Checkpoin
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("spreads", [False, True])
 def test_shards_hold_together_what_one_engine_holds(parts: int, spreads: bool, checkpoint: Checkpoint) -> None:
-    """Also B times alpha / rank."""
+    """Each shard's B is multiplied by alpha / rank too."""
     shape = read_shape(checkpoint("qwen3_moe"))
     tensors = random_adapter(shape, OF_EXPERTS, 0)
     whole = dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, EngineShard()))

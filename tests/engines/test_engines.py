@@ -94,7 +94,7 @@ def test_an_aborted_request_returns_its_tokens_and_can_go_on(engine):
 
 
 def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
-    """Also if an earlier segment has the first half of the text. Neighbouring requests with other texts or none continue."""
+    """An earlier segment may have the first half of the text. Neighbouring requests with other texts, or with none, continue."""
     asks = asks_of(3, length=40)
     whole = decoded(engine, asks)
     ids = whole[0].token_ids.tolist()
@@ -255,7 +255,7 @@ def test_a_stop_token_ends_a_completion_and_top_k_1_is_greedy(engine):
     assert len(result.logprobs) == len(result.token_ids) <= 6 and result.seconds > 0
     top_1 = decoded(engine, [request("a", prompt(10), 12, top_k=1, seed=4)])[0]
     np.testing.assert_array_equal(free.token_ids, top_1.token_ids)
-    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the sampled distribution
+    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # log-probs are of the sampled distribution
 
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
@@ -287,7 +287,7 @@ def test_vllm_s_own_sampler_draws_by_seed_and_stops_at_texts(engine):
     asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
     whole = decoded(engine, asks)
     assert len({result.token_ids.tobytes() for result in whole}) == 3
-    for ask, result in zip(asks, whole, strict=True):  # whatever runs beside it
+    for ask, result in zip(asks, whole, strict=True):  # the same tokens, whatever other requests run
         np.testing.assert_array_equal(decoded(engine, [ask])[0].token_ids, result.token_ids)
     ids = whole[0].token_ids.tolist()
     end = next(i for i in range(8, 30) if ids[i] > 4 and ids[i] not in ids[:i])
@@ -305,7 +305,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
     report = publish(engine, tensors, judge, directory, 0, fp8)
     assert report.comparison.median > 1e-3  # nats
     with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
-        publish(engine, tensors, judge, directory, 0)  # with a cache of the engine's dtype
+        publish(engine, tensors, judge, directory, 0)  # expects a cache of the engine's dtype
     changed = perturbed(tensors, "self_attn")
     with pytest.raises(RuntimeError, match="disagree on the probe"):  # the engine computes something else
         publish(engine, tensors, judge, directory, 1, fp8, scored=changed)

@@ -74,7 +74,7 @@ def test_a_bit_of_a_sent_fp8_weight_or_scale_is_checked(told: dict[str, Any], sh
     assert len(flips) == 16
     assert flips == {
         name: [name.removesuffix("_scale_inv").replace(".routed_experts", "")] for name in flips
-    }  # of what was sent
+    }  # checksums of the sent tensors change
 
 
 @pytest.mark.slow

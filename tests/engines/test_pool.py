@@ -166,7 +166,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
     here = make_pool("main", spec_of(directory, 128), local_config(placement="local"))
     alone = generate(here, asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
-    before = set(descendants())  # of other tests
+    before = set(descendants())  # processes of other tests
     pool = make_pool("main", spec_of(directory, 128), config)
     children = set(descendants()) - before
     try:
@@ -416,7 +416,7 @@ def in_groups(count: int) -> list:
 def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, judge, caplog) -> None:
     directory = checkpoint("qwen3_moe")
     config = local_config(object_store_mib=80, deadline_s=120.0)
-    earlier = actors()  # of other tests
+    earlier = actors()  # actors of other tests
     own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
     killer = after(lambda: bool(own()), lambda: own()[0].kill())  # while it starts
     # Much shorter than the deadline, also if the caller only collects now and then.

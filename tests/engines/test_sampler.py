@@ -72,7 +72,7 @@ def test_temperature_0_takes_the_top_token_and_1_draws():
     sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, CPU)
     tokens, logprobs = draw(logits, sampling, noise(400, 0))
     assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 2}
-    torch.testing.assert_close(logprobs, logits[0][tokens])  # of the distribution at temperature 1
+    torch.testing.assert_close(logprobs, logits[0][tokens])  # log-probs at temperature 1
 
 
 def test_top_k_and_top_p_cut_and_renormalise():

@@ -187,12 +187,12 @@ def test_a_seed_repeats_its_draw_and_seeds_draw_differently(told: dict[str, Any]
     for first, second in zip(told["cut"][1], told["again"][1], strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert second.num_cached_tokens and not first.num_cached_tokens
-    assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # from one prompt
+    assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # all from one prompt
 
 
 @pytest.mark.parametrize("name", ["cut", "again", "on", "aborted"])
 def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkpoint: Any) -> None:
-    """Also of a cached prefix, a later segment, and an aborted request."""
+    """The requests include a cached prefix, a later segment and an abort."""
     assert_our_experts(checkpoint("qwen3_moe"), *told[name])
     assert all(result.routed_experts is None for result in told["whole"][1])  # not requested
 

@@ -83,7 +83,7 @@ def given(checkpoint, judge):
 
 @pytest.fixture(params=["nccl", "ipc"])
 def direct(request, checked):
-    """By gloo and a mapped file, between two threads of this process."""
+    """Direct sync by gloo and a mapped file, between two threads of this process."""
     sync = DirectSync(checked, torch.float32, request.param, verify_every=2, bucket_bytes=1 << 14)
     yield sync
     sync.close()

@@ -73,7 +73,7 @@ def test_only_failed_or_hung_sessions_have_missing_rewards(
 
 
 def test_a_hung_worker_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
-    """Also if it was the only worker."""
+    """This also holds for the only worker."""
     text = f"""
     import os, pathlib, signal
 
@@ -127,7 +127,7 @@ def test_a_worker_without_requests_is_ended_with_its_last_output(
 
 
 def test_a_lost_worker_that_returns_may_replay_its_session(model: Path, tmp_path: Path) -> None:
-    """What it began before the loss ends later, and does not end what it plays now."""
+    """The play that it began before the loss ends later, and does not end the current one."""
     text = f"""
     import pathlib, time
 
@@ -306,7 +306,7 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, n
         samples = played.samples()
     assert len(samples) == 6
     for uid, sample in samples.items():
-        fates, last = [turn.fate for turn in sample.turns], sample.turns[-1].call  # of two connections, in either order
+        fates, last = [turn.fate for turn in sample.turns], sample.turns[-1].call  # two connections, in either order
         if "verifier" in uid:
             assert sample.reward.value == 1.0 and fates == [Fate.READ] and sample.is_sampled.all()
             continue

@@ -147,7 +147,7 @@ def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> Non
         for i in range(4):
             direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
         await asyncio.wait(tasks)
-        for task in (*tasks[1:], tasks[3]):  # the lost one is not given, and finally the one that was read last
+        for task in (*tasks[1:], tasks[3]):  # not the lost answer; at last the answer that was read last
             assert await direct.ask(ask, b"same", is_retry=True) is task
             direct.session.note_read(task)
         assert await direct.ask(ask, b"another", is_retry=True) not in tasks
@@ -450,7 +450,7 @@ def test_messages_the_template_rejects_fail_with_its_message(model: Path) -> Non
 
 
 def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
-    """It runs in environments without our packages."""
+    """The worker runs in environments without our packages."""
     tree = ast.parse(WORKER.read_text("utf-8"), feature_version=(3, 9))
     first, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     assert first.module == "__future__"  # annotations of later versions are never evaluated
@@ -512,7 +512,7 @@ def test_a_chat_that_comes_back_as_clients_write_it_goes_on(
 
 
 def test_of_two_equal_answers_the_last_goes_on() -> None:
-    """The program asked for it again."""
+    """A program may ask again and get an equal answer."""
     history, first = known(TEXT)
     again = Strand(np.asarray([1, 2, 3], np.int32), 2, "s#1:0", is_busy=False, call=1)
     history.answered("solver", TOOLS, [SYSTEM, USER, TEXT], again)

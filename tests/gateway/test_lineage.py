@@ -163,7 +163,7 @@ def test_headers_name_the_caller_of_nested_sub_agents() -> None:
     session.go_on(main)
     callers = session.callers()
     assert callers["nested"] == Caller("sub", 2) and callers["sub"] == Caller("main", 1)
-    assert callers["of unknown"] is None  # two fit
+    assert callers["of unknown"] is None  # two callers fit
     assert set(session.lineages.settle().named) == {"s", "n", "u"}
 
 
@@ -198,7 +198,7 @@ def test_a_chat_with_an_answer_in_it_follows_its_sample(chat: str, agent: str, g
     assert settled.origins["then"].caller == (Caller("first", 1) if goes_on else None)
 
 
-REWARDS = {  # name: (by agent, by name of a lineage, of answers, the samples' rewards)
+REWARDS = {  # name: (rewards by agent, by lineage and by answer; expected rewards of samples)
     "of agents": ({"solver": 1.0, "helper": 0.5}, {}, [], {"nested": 0.5}),
     "of answers": (
         {"solver": 1.0, "helper": 0.5},
@@ -219,7 +219,7 @@ REWARDS = {  # name: (by agent, by name of a lineage, of answers, the samples' r
 def test_a_sample_gets_the_first_reward_that_is_given(
     by_agent: dict[str, float], by_name: dict[str, float], answers: list[tuple[str, float]], expected: dict[str, float]
 ) -> None:
-    """By its answers, its lineage, its agent, its caller."""
+    """The order is: reward of its answers, its lineage, its agent, its caller."""
     session = Session()
     main = session.one("main", 1, lineage="m")
     for uid in ("sub", "then"):
@@ -312,7 +312,7 @@ def test_a_chain_of_summaries_is_one_lineage_with_one_caller() -> None:
 
 
 def test_a_chat_that_shows_more_answers_was_rewritten() -> None:
-    """A fresh chat with the same beginning, such as a system prompt, was not."""
+    """A new chat with the same beginning, such as a system prompt, is not rewritten."""
     session = Session()
     session.one("first", 1, 2, 3)
     session.one("rewritten", 1, 2, 4, answers=1)

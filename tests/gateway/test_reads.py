@@ -109,7 +109,7 @@ def run(problem, client):
 
 
 def test_a_session_of_four_samples_counts_as_much_as_one(tmp_path: Path) -> None:
-    """By samples, the advantages would be 1/2, four times, and -2."""
+    """If samples counted instead, the four advantages would be 1/2 and the other one -2."""
     credited, sessions = credit_of(tmp_path, SUMMARIES)
     long, short = sessions.values()
     assert (len(long), len(short)) == (8, 2)

@@ -142,7 +142,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1] == "does not continue an earlier sample: another call continues the same answer"
     assert lines[other + 2].startswith("call 4 reads ")
-    assert at < verifier < other  # both below solver:0, which called one and with whose tokens the other begins
+    assert at < verifier < other  # both below solver:0: it called the first, and its tokens begin the second
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_run_leaves_its_files_and_a_summary_of_what_ran(first_run: Path) -> No
     in_steps = sum(row["rollout/tokens"] for row in rows)  # type: ignore[misc]
     in_episodes = sum(used.output_tokens for each in (summary.before, summary.after) for used in each.usage.values())
     (decoded,) = summary.tokens_per_engine
-    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest: agents that evaluations test alone
+    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest was decoded by agents that evaluations test alone
     assert all(row["actor/empty_steps"] == row["actor/skipped_steps"] == 0 for row in rows)
     assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
     assert summary.timings.keys() >= {"warm_start", "rollout", "step", "publish"}
@@ -78,7 +78,7 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
     assert {span.lane for span in spans} >= {"rank/0", "engine/0", "credit/main", "reward/pool", "sync/main"}
     assert [s.name for s in spans if s.lane == "mark/stage"] == [f"stage {n}" for n in range(1, 5)]
     published = [span for span in spans if span.lane == "sync/main"]
-    done: list[list[str]] = [[]]  # by the engine, before the first weights, with version 0, 1, ...
+    done: list[list[str]] = [[]]  # the engine's spans before the first weights, with version 0, with version 1, ...
     for span in spans:
         if span.lane == "engine/0":
             done += [[]] if span.name == "load weights" else []

@@ -28,7 +28,7 @@ SLOTS = ("main@slot0", "main@slot1")
 
 
 class Killed(Exception):
-    """As good as a signal: nothing is saved on the way out."""
+    """Stands for a kill signal: nothing is saved when it is raised."""
 
 
 def league_in(run: RunDirectory) -> dict[str, bytes]:

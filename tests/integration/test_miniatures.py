@@ -100,7 +100,7 @@ def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> N
 
 @pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
 def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
-    """Its tutor teaches it, it is evaluated, and one policy is trained."""
+    """The team's tutor teaches it, it is evaluated, and one policy is trained."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
     directory = train(runner, "search-team" if is_search else "dual-system", command)

@@ -260,7 +260,7 @@ def searches(request: DecodeRequest) -> str:
 
 def test_refilled_steps_resume_to_the_bit_and_evaluations_add_nothing(play: Play, tmp_path: Path) -> None:
     def says(request: DecodeRequest) -> str:
-        is_right = request.uid.endswith(":0") and request.uid[5] in "0369"  # of evaluations: none
+        is_right = request.uid.endswith(":0") and request.uid[5] in "0369"  # no answer of an evaluation is right
         return f"So the answer is \\boxed{{{8 - is_right}}}."
 
     words = [

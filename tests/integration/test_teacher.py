@@ -40,9 +40,9 @@ def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], 
     words += ["rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2"]
     words += ["trainer.router_replay=rollout"]
     rows = rows_of(train_here(tmp_path, [*words, "agents.solver.loss_weight=0", "run.steps=14"]))
-    rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
+    rows = [row for row in rows if "teacher/solver/kl" in row]  # steps in which groups have ended
     kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
-    # one of about ten tokens in half of its answers has probability e^-16 for the teacher
+    # Half of the answers have one token of about ten to which the teacher gives probability e^-16.
     assert rewards[0] > 0.2 and kl[0] > 0.4
     assert rewards[-1] < rewards[0] / 3
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)

@@ -37,7 +37,7 @@ from marsrl.trainer.weights.sync import FileSync
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5  # nats
-VOCAB_SIZE = 100  # padded to 128: of two halves the second is shorter
+VOCAB_SIZE = 100  # padded to 128, so the second of two halves has fewer real rows
 
 SIZES = {  # sizes for which vLLM has a kernel
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
@@ -69,13 +69,13 @@ class Parts:
     vllm: VllmOptions
     learner: Learner
     sync: FileSync
-    folder: Path  # of the versions
+    folder: Path  # of the published versions' files
     pool: EnginePool
 
 
 CASES = {
     "qwen3_moe": {},
-    "llama in halves": {"tensor_parallel": 2},  # of every bias; both have its single key head
+    "llama in halves": {"tensor_parallel": 2},  # every bias is halved; both halves have the single key head
     "qwen3_moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 

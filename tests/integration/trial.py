@@ -22,7 +22,7 @@ from marsrl.rollout.gateway.workers import WORKER
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.runs.directory import RunDirectory
 
-GROUP_SIZE = 4  # of SMALL
+GROUP_SIZE = 4  # as in SMALL
 SILENCE_S = 12.0
 GONE_S = 180.0  # time for a run's processes to disappear after it, on a loaded machine
 DISK_MIB = 400
@@ -54,7 +54,7 @@ class Trial:
     """A run with its settings, in several lives."""
 
     name: str
-    folder: Path  # of all trials; short, because Ray's sockets lie in it
+    folder: Path  # folder of all trials, with a short path for Ray's sockets
     cache: Path
     engine: str
     rng: random.Random
@@ -68,7 +68,7 @@ class Trial:
     num_lives: int = 0
     resume: str = ""  # how to continue, according to the last line
     forgiven: set[str] = field(default_factory=set)  # checkpoints that we damaged, named in a refusal
-    pids: set[int] = field(default_factory=set)  # of trainers
+    pids: set[int] = field(default_factory=set)  # process ids of trainers
     sessions: SessionsBook | None = None
 
     def __post_init__(self) -> None:

@@ -41,9 +41,7 @@ class Report:
     num_hgmma: int  # warpgroup tensor-core instructions of sm_90
     num_wide_loads: int  # loads of 128 bits per thread from global memory
     num_wide_stores: int
-    narrow_products: tuple[
-        tuple[str, str], ...
-    ]  # pairs of numbers that are multiplied in 32 bits, neither of them a constant
+    narrow_products: tuple[tuple[str, str], ...]  # pairs of variables that are multiplied in 32 bits
 
 
 # 32 bits are enough to count programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and some pieces of the

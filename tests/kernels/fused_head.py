@@ -152,7 +152,7 @@ def assert_policy_losses_close(
         assert_accurate(field, *values[:3], moved=values[3], terms=terms)
     if exact.coefficient.numel() == 0:
         return
-    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # of the sums, up to a small factor
+    term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # largest term, within a small factor
     losses = [result.loss.detach() for result in (found, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
     # kl is computed from log-probs, and these from a sum of exponentials of at least 1, so it is rounded like a number of that

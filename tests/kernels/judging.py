@@ -8,7 +8,7 @@ from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
-Function = Callable[..., Any]  # of tensors that have a gradient, to one tensor or several
+Function = Callable[..., Any]  # from tensors that have a gradient to one or several tensors
 
 
 def run(

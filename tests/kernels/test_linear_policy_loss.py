@@ -92,7 +92,7 @@ def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
 
 
 def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
-    """Not even during a product: torch's setting is global in the process."""
+    """Torch's setting is global in the process, so it must not change even during a product."""
     seen = []
 
     def settings():
@@ -135,7 +135,7 @@ def test_the_number_of_threads_is_not_seen(dtype, name):
 
 
 def test_a_support_gives_the_softmax_over_its_columns():
-    """By the definition, row by row."""
+    """Compare with the definition, row by row."""
     columns = 131  # and padding
     hidden, weight, targets = head_case(40, 16, 160)
     targets, heat = targets % columns, torch.rand(40).double() + 0.5

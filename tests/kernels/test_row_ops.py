@@ -52,7 +52,7 @@ def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centr
     """shape: of the rows; x takes every step-th row of a larger tensor. scale: of x."""
     x = (torch.randn(*shape[:-1], step * shape[-1], width, device=device) * scale).to(dtype)[..., ::step, :]
     weight = torch.rand(width, device=device).to(dtype)
-    angles = torch.rand(shape[0], width // 2, device=device) * 4000  # of positions up to a few thousand
+    angles = torch.rand(shape[0], width // 2, device=device) * 4000  # angles of positions up to a few thousand
     rotation = torch.cat((angles.cos(), angles.sin()), -1) if is_rotated else None
     words = {"eps": EPS, "is_zero_centred": is_zero_centred, "rotation": rotation}
     judge(NAMES, partial(rms_norm, **words), partial(eager_norm, **words), [x, weight])

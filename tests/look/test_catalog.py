@@ -189,7 +189,7 @@ def test_samples_that_there_was_no_time_for_are_read_next_time(tmp_path: Path) -
     for num_files in (1, 2, 3, 3):
         catalog.refresh(budget_s=0.0)
         assert catalog.counts["files"] == num_files
-    assert catalog.deepest(last=True, num=2) == ["p0.0#0", "p0.1#0"]  # by three agents
+    assert catalog.deepest(last=True, num=2) == ["p0.0#0", "p0.1#0"]  # these have samples of three agents
     assert catalog.deepest(last=False, num=1) == ["p0.0#0"]
 
 
@@ -202,7 +202,7 @@ def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     curve, none = measured.curves(catalog, ["own", "unknown"])
     assert curve["steps"] == curve["values"] == [*range(1, 3000, 3)] and curve["every"] == 3
     assert none == {"steps": [], "values": [], "every": 1}
-    assert measured.speed(catalog)["measured"]["step"] == 2974.5  # of the last 50
+    assert measured.speed(catalog)["measured"]["step"] == 2974.5  # median of the last 50 steps
     charts = {each["title"]: each for each in measured.charts(catalog)}
     alone = ["own", "reward/solver/mean/low", "reward/solver/mean/high"]
     assert [*charts] == ["Reward", "Gradient norm", "Time per step", *alone]
@@ -286,7 +286,7 @@ def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path)
     assert [(each["agent"], each["version"], each["start"], each["end"], each["samples"]) for each in lives] == [
         ("solver", 1, 6.0, 9.0, 1),
         ("judge", 0, 2.0, 9.0, 1),
-        ("solver", 2, 9.0, 11.0, 1),  # of a version without a publish: from its step to the end
+        ("solver", 2, 9.0, 11.0, 1),  # no publish of its version: its life begins with its step
     ]
     assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # by the position in the team
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]

@@ -122,7 +122,7 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
             assert len({len(curve[name]) for name in ("step", "tokens", "hours", "mean", "low", "high")}) == 1
             assert None not in curve["mean"] and (None in curve["low"]) == chart["title"].startswith("reward")
     cell = found["rows"][-1]["cells"][1]
-    assert (cell["num_problems"], cell["is_clear"], cell["is_better"]) == (60, True, True)  # of the last
+    assert (cell["num_problems"], cell["is_clear"], cell["is_better"]) == (60, True, True)  # last evaluation
     run = read_compared(Path(paths[0]))
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (first, middle, last) = (place for place, _ in run.evaluations)

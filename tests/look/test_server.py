@@ -122,7 +122,7 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
     assert marks == [[*range(1, 110, 4)], [*range(2, 110, 4)], [i for i in range(110) if i % 4 > 1]]
     assert (kept["trainer"][7], kept["entropy"][7], kept["trainer"][110]) == (-0.7, 0.35, None)
     assert "".join(kept["text"]) == ask("sample", run=0, step=6, line=3)["record"]["text"] and len(kept["text"]) == 120
-    assert [each["line"] for each in near] == [3, 1]  # its agent's first
+    assert [each["line"] for each in near] == [3, 1]  # samples of the same agent come first
     # Step 0 is nearer, but its file is damaged.
     assert ask("tokens", run=0, step=1, line=1) == {"kept": None, "near": {"step": 6, "samples": near[::-1]}}
     with pytest.raises(ValueError, match="step_0.parquet is not a token log"):

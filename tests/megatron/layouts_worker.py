@@ -106,7 +106,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
-    is_split = len(mine) < 2  # over the data-parallel ranks
+    is_split = len(mine) < 2  # samples are split over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
     tiny.save(policy, checkpoint)
@@ -174,7 +174,7 @@ def updates(
     return found, tokens, said
 
 
-POLICIES = ("a", "b")  # of the agents
+POLICIES = ("a", "b")  # policies of the agents
 MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
 ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["mlp"]}},

@@ -254,7 +254,7 @@ def plain_step(
     ]
     adam = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     for part in updates:
-        terms: dict[int, list[Tensor]] = {}  # of each sample's tokens, by agent
+        terms: dict[int, list[Tensor]] = {}  # terms of each sample's tokens, by agent
         for sample in part:
             logp, entropy = own, _ = hf_logprobs(model, sample)
             if mpt.temperature == 1:

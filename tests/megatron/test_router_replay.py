@@ -29,7 +29,7 @@ class Judge:
     def __init__(self, folder: Path) -> None:
         self.model = tiny.scoring_model(folder)
         self.experts: np.ndarray | None = None
-        self.seen: list[Tensor] = []  # choice of every layer, in order
+        self.seen: list[Tensor] = []  # experts chosen in each layer, in order
         for index, layer in enumerate(self.model.model.layers):
             layer.mlp.gate.register_forward_hook(partial(self.routed, index))
 

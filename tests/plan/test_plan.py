@@ -202,7 +202,7 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
         plain, rounding = (sync_time(backend, setup, 4, 1, 12, H100) for setup in (whole, half))
         assert (rounding.send, rounding.copy, rounding.links_alone) == (plain.send, plain.copy, plain.links_alone)
         assert rounding.with_delta == plain.quantise == 0 < plain.total < rounding.total < of_files[1].total / 5
-        memory_s = matrices / 2 / (0.9 * 3.35e12)  # to move a byte of each number of a GPU
+        memory_s = matrices / 2 / (0.9 * 3.35e12)  # time to move one byte for each number on a GPU
         assert rounding.quantise == pytest.approx(41 * memory_s)
         assert rounding.checksum - plain.checksum == pytest.approx(2 * 31 * memory_s)
 

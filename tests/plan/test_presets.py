@@ -31,7 +31,7 @@ from marsrl.trainer.config.read import CONFIGS, read_config
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}  # our own engine decodes
-# whose engines are of rollout.vllm.tensor_parallel GPUs
+# presets whose engines have rollout.vllm.tensor_parallel GPUs
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 

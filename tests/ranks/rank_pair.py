@@ -21,7 +21,7 @@ import pytest
 from held_port import held_port
 
 NUM_RANKS = 2
-LIMIT_S = 600.0  # of one job; only a hanging one takes this long
+LIMIT_S = 600.0  # limit of one job; only a hanging job takes this long
 
 
 class RankPair:

@@ -333,7 +333,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     replicas = Unlucky(config.engines, seed=2, share=0.25)
     unlucky = played(config, replicas)
     groups = [group for batch in unlucky.train(8) for group in batch]
-    told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts  # of the next batch
+    told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts  # + the next batch's
     assert told == len(replicas.restarts) > 3
     assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
     assert len(groups) >= 8

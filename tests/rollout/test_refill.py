@@ -123,7 +123,7 @@ def test_a_filling_pipeline_adds_nothing() -> None:
     for version in range(1, 4):
         found.append(counts(next_batch(play.stages))["problems"])
         play.publish(version)
-    assert found == [0, 0, 6]  # whose Correctors are asked later: no more are due
+    assert found == [0, 0, 6]  # the added problems' Correctors are asked later, so no more are due
 
 
 def unbroken(**options: Any) -> tuple[bytes, dict[str, float]]:
@@ -273,7 +273,7 @@ def test_a_dead_problem_rests_longer_each_time_until_it_has_spread(restart: bool
     "spreads", [(Spread.TASK, Spread.NONE), (Spread.NONE, Spread.TASK), (Spread.NONE, Spread.NONE)]
 )
 def test_a_problem_rests_if_none_of_its_groups_has_spread(spreads: tuple[Spread, Spread]) -> None:
-    of_groups = iter(spreads * 9)  # one problem, of which a group of Verifiers reads each of two solutions
+    of_groups = iter(spreads * 9)  # one problem with two solutions; a group of Verifiers reads each
     counting = Counting(lambda groups: next(of_groups), "verifier1", 4)
     config = letter_config(overlap=0, prompts_per_step=1, pipeline="trajectory")
     play = Play(config, script=live(1), problems=1, orchestration="verifier_corrector", counting=counting)

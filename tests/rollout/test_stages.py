@@ -86,7 +86,7 @@ def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_wh
 
 
 def test_the_trainer_raises_thread_errors_with_their_traceback() -> None:
-    asked, before = [], set(threading.enumerate())  # of other tests
+    asked, before = [], set(threading.enumerate())  # threads of other tests
 
     def broken(request: DecodeRequest) -> list[int]:
         asked.append(request.uid)
@@ -109,7 +109,7 @@ def test_the_trainer_raises_thread_errors_with_their_traceback() -> None:
 
 
 def test_batches_report_tokens_and_closing_ends_the_thread() -> None:
-    before = set(threading.enumerate())  # of other tests
+    before = set(threading.enumerate())  # threads of other tests
     for overlap in (0, 1):
         config = letter_config(overlap=overlap)
         team, (engine,) = letter_team(config)

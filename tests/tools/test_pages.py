@@ -154,7 +154,7 @@ ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/":
 
 
 def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
-    """As an agent requests them, and as a page redirects to them."""
+    """Addresses are rejected if an agent requests them, and if a page redirects to them."""
     pages = {f"/{i}": redirects(url) for i, url in enumerate(REFUSED)}
     with site({**pages, "/on": redirects("//10.0.0.1/"), "/round": redirects("/round")}) as (pool, _, base):
         asked = {**REFUSED, **ALSO_REFUSED}

@@ -172,7 +172,7 @@ def test_a_save_replaces_the_same_step_and_partial_leftovers(run: RunDirectory) 
 
 
 def test_removal_spares_later_checkpoints_and_strange_folders(run: RunDirectory) -> None:
-    save(writer(run), 20)  # of a run that went back
+    save(writer(run), 20)  # from before the run went back to an earlier step
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
     for other in ("step_x", "step_3.part", "xxxxx99"):
@@ -281,7 +281,7 @@ def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> 
     assert where_to_go_on(run).endswith(": no earlier one is intact")
     told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
     said = failure_message(told, run, parent_of())
-    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not advice to resume with auto
+    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # without advice to resume with run.resume=auto
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:

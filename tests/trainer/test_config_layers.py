@@ -48,7 +48,7 @@ def test_a_file_has_the_defaults_of_its_task_where_it_is_silent(
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_state_what_they_do_not_take_from_their_task(preset: str) -> None:
-    """By name and by file it is the same, and builds on its task's preset or the one it names, never on itself."""
+    """A preset is the same by name and by file, and builds on its task's preset or the preset that it names, never on itself."""
     config, origin = read_config(preset)
     assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
     own = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
@@ -118,7 +118,7 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
 
 @pytest.mark.parametrize("by_word", [True, False])
 def test_a_presets_policies_without_agents_are_left_out(by_word: bool) -> None:
-    """Also if --config names it: one policy for both is then a single argument."""
+    """This also holds for a preset that --config names, so that one argument gives both agents one policy."""
     name = "cpu_solver_verifier"
 
     def policies(*words: str) -> list[str]:

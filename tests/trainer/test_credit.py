@@ -142,7 +142,7 @@ NORMALISE = ("group", "agent", "agent_mean", "agent_std", "global")
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> None:
-    """As with a summary that replaces the history after each of three turns."""
+    """Such sessions arise if a summary replaces the history after each of three turns."""
     rules, groups = CreditConfig(normalise=normalise), [of_sessions([1, 1, 1, 1], [0])]
     groups.append(of_sessions([0], [1, 1, 1], agent="verifier1"))
     credited = credit(groups, rules, SHARED)
@@ -275,7 +275,7 @@ def test_zero_advantages_train_if_another_term_has_a_gradient() -> None:
 
 
 def variance_inflation(groups: list[Group]) -> dict[str, float]:
-    """By agent."""
+    """Return the metric variance_inflation by agent."""
     found = {tuple(name.split("/")): value for name, value in drmas_metrics(groups).items()}
     return {agent: value for (_, agent, name), value in found.items() if name == "variance_inflation"}
 
@@ -300,7 +300,7 @@ def test_variance_inflation_by_hand() -> None:
     )
     flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
     assert variance_inflation([*groups, *flat]) == variance_inflation(groups)
-    alone = group("3/solver", [1, 0])  # not asked about anything else: a common baseline equals its own
+    alone = group("3/solver", [1, 0])  # the only agent with this prompt, so the common baseline equals its own
     assert variance_inflation([*groups, alone])["solver"] == pytest.approx((20 / 3 + 2) / 6)
 
 
@@ -344,7 +344,7 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     taken = [uid for uid, number in copies.items() if number]
     assert [s.uid for s in credited.sequences] == list(credited.counted) == taken and len(taken) == 3 + 2 + 3
     twice = {uid for uid, number in copies.items() if number == 2}
-    assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # the others stand only for themselves
+    assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # all others are trained once
     assert credited.num_tokens == 3 * 9
     plain = credit(groups, CreditConfig(), AGENTS)
     assert credited.advantages == plain.advantages and plain.copies == {}  # nothing is compared with others for it

@@ -39,7 +39,7 @@ class Grid:
 
 SENSITIVITIES = Grid(
     segments=(1, 2, 4, 8),
-    overlap_at=(8, 64),  # as much work per engine as in the centre
+    overlap_at=(8, 64),  # work per engine is the same as at the grid's centre
     engine_axis=(8, 64, 512),
     problem_axis=(128, 512),
 )
