@@ -134,7 +134,7 @@ def train(
 
     Args:
         config: a YAML file, a preset's name, or a mapping of settings.
-        team, task: a class, or what `orchestration` and `task` take.
+        team, task: a class, or a value for the settings `orchestration` and `task`.
         settings: override those of `config`: run={"steps": 4}, or **{"run.steps": 4}.
 
     Raises:

@@ -86,7 +86,7 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
-    """Return all parts, the most important first, because time may run out. folder: for results. work: for other files.
+    """Return all parts, the most important first, because time may run out. folder: for the results; work: for other files.
 
     model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model is
     random.

@@ -50,7 +50,7 @@ def build(
 ) -> Variant:
     """Build one of VARIANTS or ADAPTER_VARIANTS.
 
-    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent; recompute: of the policy.
+    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent; recompute: the policy's setting.
     """
     if name in (REFERENCE, SORTED):
         from reference_loop import ReferenceLoop, ReferenceOptions  # imports transformers, which takes seconds

@@ -44,7 +44,7 @@ QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """Measured publish. num_bytes: size of the model; gb_per_s: num_bytes over all seconds; seconds_of: by part (SyncReport).
+    """Measured publish. num_bytes: size of the model; gb_per_s: num_bytes over all seconds; seconds_of: as in SyncReport.
 
     num_tensors: tensors of the checkpoint. cpu_s: CPU seconds of all threads of both processes.
     changed: share of the numbers that had changed, if only changes were sent.

@@ -62,7 +62,7 @@ FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 GO_ON = r"is intact: resume by adding .*run\.resume=auto"
 NOTHING_YET = r"it has no checkpoint yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
-STOPPING = "stopping after saving the last finished step"  # noted, before the rank heard that another one had died
+STOPPING = "stopping after saving the last finished step"  # a rank may log this before it learns that another died
 # a start after remove-latest that is stopped before its first checkpoint still finds none that is named
 STILL_REMOVED = r"latest (is missing|names \w+).*run\.resume=previous"
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted before the run began"

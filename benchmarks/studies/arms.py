@@ -165,7 +165,7 @@ def shown(study: Study, run: Path) -> dict[str, float]:
 def curves(run: Path) -> dict[str, list[float]]:
     """Return the team's accuracy before, during (run.eval_every) and after a training, and what was spent until each.
 
-    tokens: decoded in training. step_seconds: of the steps, without evaluations.
+    tokens: tokens decoded in training. step_seconds: seconds of the steps, without evaluations.
     """
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one training or evaluation. stopped: the last line of a failed one."""
+    """Result of one training or evaluation. stopped: the last line of output if it failed."""
 
     study: str
     arm: str

@@ -97,7 +97,7 @@ def variances(groups: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
 
 
 def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
-    """Score a training's policies. variance: of the arm's advantages over that of `none`'s, mean over its steps."""
+    """Score a training's policies. variance: that of the advantages, divided by that of `none`'s; mean over steps."""
     from marsrl.trainer.report.samples_log import read_samples
 
     gains, hints = zip(*map(scored, models), strict=True)

@@ -56,7 +56,7 @@ class EngineSetup:
 
     @property
     def imbalance(self) -> float:
-        """Active experts on the busiest GPU over the mean of all GPUs; 1 if every GPU has a part of each expert."""
+        """Active experts on the busiest GPU, divided by the mean over GPUs; 1 if every GPU has a part of each expert."""
         return hw.IMBALANCE.value if self.experts_of_gpu else 1.0
 
     @property

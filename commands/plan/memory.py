@@ -181,7 +181,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
         experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (36 k + 8) [choice and order of rows]
                    + T/t 4 E [scores that replayed experts are taken from]
 
-    selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
+    selective: the two norms' input, T/t H e each; no inputs; no dense MLP; of the experts' F only gate and up.
 
     Adapters keep A x besides, of the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
     in experts; and copies of A (of q, k, v joined) and B (scaled), e a number.

@@ -1,6 +1,6 @@
-"""verifiers in a process of its own: the harness VERIFIERS_HARNESS (default: its own `null`) plays the environment VERIFIERS_ID.
+"""verifiers in a separate process: its harness VERIFIERS_HARNESS (default: `null`) plays its environment VERIFIERS_ID.
 
-The harness answers with a program of its own, through the session's URL and key. `pip install verifiers==0.4.0 uv==0.13.9`
+The harness starts a program, which requests answers through the session's URL and key. `pip install verifiers==0.4.0 uv==0.13.9`
 """
 
 import asyncio

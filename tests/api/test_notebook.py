@@ -20,7 +20,7 @@ LESS_ROLLOUT = {"prompts_per_step": 3, "group_size": 4}
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Path]]:
-    """(its client, the notebook, its folder): all cells executed, and one more, with smaller settings."""
+    """Yield (client, notebook, folder) after all cells and one more were executed, with smaller settings."""
     folder = tmp_path_factory.mktemp("notebook")
     held = nbformat.read(NOTEBOOK, as_version=4)
     place = cell(held, "settings = {")

@@ -82,7 +82,7 @@ def test_nested_parts_exclude_each_other_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     now = [0.0]
 
     class Event:
-        """An event of a GPU that computes in no time but where the test says so."""
+        """Event of a GPU whose clock advances only where the test says so."""
 
         def __init__(self, enable_timing: bool) -> None:
             self.at = -1.0

@@ -42,7 +42,7 @@ def rows(num: int) -> list[Row]:
 class Players:
     """A team whose Solver is right in as many draws as `right` says for the row.
 
-    played: (row, draw) in order. seeds: of every request, by uid.
+    played: (row, draw) in order. seeds: seed of every request, by uid.
     """
 
     right: Callable[[int], int]

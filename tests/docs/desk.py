@@ -38,7 +38,7 @@ def write_rows(path: Path, rows: Iterable[object]) -> None:
 
 
 class Desk:
-    """Folder for documented commands. folder: their working directory. cache: of their warm starts."""
+    """Folder for documented commands. folder: their working directory. cache: cache of their warm starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"

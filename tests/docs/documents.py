@@ -76,7 +76,7 @@ def typed(text: str) -> list[str]:
 
 @cache
 def commands() -> tuple[Found, ...]:
-    """Return all commands: of blocks, running text, the header of each preset, and each --help."""
+    """Return all commands in blocks, running text, the header of each preset, and each --help."""
     found: list[Found] = []
     for page in PAGES:
         for block in blocks(page):
@@ -107,7 +107,7 @@ def python_blocks() -> list[Found]:
 
 
 def other_blocks() -> list[Found]:
-    """Return the blocks that are not to be typed: diagrams and listings."""
+    """Return the blocks that users do not type: diagrams and listings."""
     known = [*config_blocks(), *python_blocks()]
     return [block for page in PAGES for block in blocks(page) if block not in known and not typed(block.text)]
 

@@ -126,7 +126,7 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") -> the real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
+    """vllm_engine("qwen3") builds the real vLLM on that checkpoint, one engine at a time; "qwen3+..." adds _OTHER_OPTIONS."""
     open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:

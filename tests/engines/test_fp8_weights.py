@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {  # no multiples of a block: rows of q, k and v, an exp
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Findings of fp8_worker.py by shard and case: an engine of one GPU, and both halves of one of two."""
+    """Findings of fp8_worker.py by shard and case: an engine of one GPU, and both halves of an engine of two GPUs."""
     folder, environment = tmp_path_factory.mktemp("fp8"), dict(os.environ)
     for number, suffix in enumerate(("", "_changed")):
         save_model("qwen3", folder / f"dense{suffix}", seed=number, **SIZES)

@@ -88,7 +88,7 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
 
 
 class Program:
-    """A program, and what it prints."""
+    """A program with its output."""
 
     def __init__(self, words: Sequence[str], out: Path, **variables: str) -> None:
         with open(out, "wb") as console:

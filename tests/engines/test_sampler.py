@@ -25,7 +25,7 @@ def noise(n, position):
 
 
 def splitmix64(x):
-    """Steele, Lea and Flood (2014), with Python's integers."""
+    """SplitMix64 of Steele, Lea and Flood (2014), in Python's integers."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

@@ -105,7 +105,7 @@ def playing(
     sums_turns: bool = False,
     counting: Counting | None = None,
 ) -> Iterator[Played]:
-    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: of tool calls and of
+    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: those of tool calls and of
     thoughts; key: the workers'; renderer, clock, sums_turns: the gateway's.
     """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)

@@ -81,7 +81,7 @@ class InTurnPriced(InTurn):
 
 @dataclass(frozen=True)
 class Trained:
-    """A step on a batch. norms: of the gradient, and of each agent's share of it. checksum: of the weights after the step."""
+    """A step on a batch. norms: the gradient's norm, and each agent's share of it. checksum: that of the new weights."""
 
     credited: Credited
     norms: tuple[float | None, ...]

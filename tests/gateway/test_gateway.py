@@ -307,7 +307,7 @@ class ThoughtReader:
 
 @pytest.mark.parametrize(("kind", "goes_on"), [("qwen3", False), ("r1", False), ("plain", True)])
 def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes_on: bool, tmp_path: Path) -> None:
-    """Rendered as by the template alone, whether or not thoughts are parsed and sent back."""
+    """Chats render as by the template alone, whether or not thoughts are parsed and sent back."""
     user, more = {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     renderer = renderer_of(TEMPLATES[kind], tmp_path)
     said = [*renderer.encode_trusted("<think>\nI add.\n</think>\n\n7").tolist(), renderer.eos_id]

@@ -69,7 +69,7 @@ class Session:
         self.lineages, self.num_calls = Lineages(most_names), 0
 
     def begin(self, uid: str, *prompt: int, chat: Any = "", answers: int = 0, **fields: Any) -> Strand:
-        """A new sample, whose first call is open. chat: the user's text, behind so many answers."""
+        """Begin a sample with an open first call. chat: the user's text. answers: number of answers before that text."""
         said = [{"role": "assistant", "content": "ok"}] * answers
         ask = Ask(fields.pop("agent", "solver"), [*said, {"role": "user", "content": chat}], **fields)
         self.lineages.check(ask)

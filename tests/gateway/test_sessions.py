@@ -132,7 +132,7 @@ def run(problem, client):
 
 
 class Noting(ChatRenderer):
-    """Notes starts and ends; a long prompt waits for the other session's."""
+    """Renderer that notes starts and ends; a long prompt waits for the other session's prompt."""
 
     def __init__(self, model: Path, mark: Path) -> None:
         super().__init__(model)

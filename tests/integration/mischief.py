@@ -32,7 +32,7 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
         line = http.client.HTTPConnection(urlsplit(client.base_url).netloc)
         body = json.dumps({"model": "solver", "messages": turns, "max_tokens": 16, "stream": True})
         line.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {client.api_key}"})
-        line.getresponse()  # its headers
+        line.getresponse()  # reads only the headers
         line.close()
     else:
         client.chat("solver", turns, max_tokens=16)

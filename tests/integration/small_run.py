@@ -73,7 +73,7 @@ class Runner:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
-        """Start a run. ranks: of torchrun; 0: one process, without torchrun."""
+        """Start a run. ranks: number of torchrun's ranks; 0: one process, without torchrun."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
         default = [] if any(word.startswith("preset=") for word in words) else [*ARITHMETIC, TEAM]
         settings = [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]

@@ -1,4 +1,4 @@
-"""`marsrl audit` of short runs with a real engine: clean as they are, and with each fault of what was trained it fails."""
+"""`marsrl audit` of short runs with a real engine passes, and fails after each fault in what was trained."""
 
 from __future__ import annotations
 

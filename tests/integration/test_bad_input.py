@@ -62,7 +62,7 @@ def test_a_rejected_run_exits_with_2_and_one_rank_says_why() -> None:
     done = start("-m", "torch.distributed.run", "--nproc-per-node", "2")
     assert done.returncode != 0
     assert done.stderr.splitlines().count(said) == 1
-    *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun's, which prints last
+    *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun prints its report last
     assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
 
 

@@ -73,7 +73,7 @@ def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) ->
 
 @pytest.mark.smoke
 def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
-    """Ordered by weight versions, because engine and trainer have separate clocks: a rollout decodes between two publishes."""
+    """Weight versions order the spans, as engine and trainer have separate clocks: a rollout decodes between two publishes."""
     spans = read_trace(first_run / "trace.json")  # in the order of their starts
     assert {span.lane for span in spans} >= {"rank/0", "engine/0", "credit/main", "reward/pool", "sync/main"}
     assert [s.name for s in spans if s.lane == "mark/stage"] == [f"stage {n}" for n in range(1, 5)]

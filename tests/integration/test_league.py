@@ -1,6 +1,6 @@
 """A policy plays past versions of itself in evaluations: who decodes which agent, and what a resumed run does.
 
-A script decodes; our own engine holds what is loaded.
+A script decodes; our own engine holds the adapters that are loaded.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def steps_of(directory: Path) -> Steps:
 
 
 def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
-    """Check that there is one update in each step in which the policy's agents were asked: SMALL gives each token an entropy
+    """Check for one update in each step that asked the policy's agents: SMALL gives each token an entropy
     bonus.
     """
     assert len(steps) == 2

@@ -75,7 +75,7 @@ def serve(handler: Handler, body: dict[str, Any], before: int) -> None:
 
 
 class Keeping(ScriptedWithWeights):
-    """Its sampler keeps all tokens, and reports that if requested."""
+    """Engine whose sampler keeps all tokens, and reports that if requested."""
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         return [

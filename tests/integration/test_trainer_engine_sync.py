@@ -62,7 +62,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A learner, and engines that it publishes to. kind: of the model. vllm: the engines' options."""
+    """A learner, and engines that it publishes to. kind: kind of the model. vllm: options of the engines."""
 
     kind: str
     model_dir: Path

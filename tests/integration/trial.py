@@ -164,7 +164,7 @@ class Trial:
         return [each for each in self.processes() if str(WORKER) in each.info["cmdline"]]
 
     def step(self) -> int:
-        """Return the latest checkpoint's step, 0 before the first. Without `latest`, which a fault may have removed: the
+        """Return the latest checkpoint's step, 0 before the first. If a fault has removed `latest`, return the
         newest's.
         """
         latest = self.directory.checkpoints / "latest"

@@ -62,7 +62,7 @@ PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTIO
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return tensors without a device: of any size, without memory."""
+    """Return tensors of any size that need no device and no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

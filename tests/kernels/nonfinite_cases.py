@@ -127,7 +127,7 @@ def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ..
 
 @dataclass(frozen=True)
 class Spot:
-    """One non-finite number, of a token in its own sequence."""
+    """A non-finite number at a token that has a sequence of its own."""
 
     name: str
     place: str

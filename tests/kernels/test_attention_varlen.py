@@ -91,7 +91,7 @@ def test_heads_keys_and_masks(lengths, lengths_k, words, implementation):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_any_finite_scale_is_served(scale, implementation):
-    """With and without a causal mask, with padded segments and cross-attention."""
+    """Cases with and without a causal mask, with padded segments and cross-attention."""
     for dtype in (torch.float32, torch.bfloat16):
         compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
     compare([6, 0, 3], scale=scale, causal=False, head_size=16)

@@ -79,8 +79,8 @@ def test_the_cases_are_of_every_estimate() -> None:
 @pytest.mark.parametrize("drawn_by", DRAWN)
 @pytest.mark.parametrize("kl", ESTIMATES)
 def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str, implementation: str) -> None:
-    """For any old policy of the ratio: none (pois, first update), another one (later updates, recompute), or the sampling policy
-    (sais).
+    """This holds for any old policy of the ratio: none (pois, first update), another one (later updates, recompute), or the
+    sampling policy (sais).
     """
     for old in (None, REFERENCE, DRAWN[drawn_by]):
         objective = PolicyObjective(kl=kl, kl_coef=1.0, kind=kind)  # type: ignore[arg-type]

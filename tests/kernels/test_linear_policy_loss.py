@@ -23,7 +23,7 @@ from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monkeypatch):
-    """With either kind of matrix product, whichever this CPU prefers. Statistics are float32 and bitwise equal."""
+    """Test both kinds of matrix product, whichever this CPU prefers. Statistics are float32 and bitwise equal."""
     chunks_of(rows, monkeypatch)
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     case = head_case(vocab=160)  # a multiple of 32: otherwise it uses float32 products

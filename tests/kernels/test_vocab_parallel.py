@@ -112,7 +112,7 @@ def of_ranks(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_shards_equal_the_whole(name, of_ranks):
-    """As exact as this process with the whole vocabulary, and bitwise equal on all ranks."""
+    """Shards are as exact as one process with the whole vocabulary, and bitwise equal on all ranks."""
     shards = [found[list(CASES).index(name)] for found, _ in of_ranks]
     hidden, weight, targets, arguments = case_of(name)
     whole = results(hidden, weight, targets, arguments)

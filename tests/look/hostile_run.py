@@ -69,8 +69,9 @@ class Pieces:
 
 
 def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample], trained: set[str]) -> None:
-    """Write token logs. samples: by line. trained: uids. Token k has trainer log-prob -k / 10, entropy k / 20, and alternating
-    marks.
+    """Write token logs. samples: samples by line. trained: uids of the trained samples.
+
+    Token k has trainer log-prob -k / 10, entropy k / 20, and alternating marks.
     """
     records = []
     for line, sample in samples.items():

@@ -110,7 +110,7 @@ class AtOnce(LocalReplicas):
 
 
 class Publishing:
-    """Publishes a learner's weights to engines on rank 0. dtype: of the engines."""
+    """Publishes a learner's weights to engines on rank 0. dtype: the engines' dtype."""
 
     def __init__(self, learner: Learner, dtype: str) -> None:
         self.learner = learner

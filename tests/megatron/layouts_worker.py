@@ -62,7 +62,7 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
     """Return loss and gradient norm of one more step, and of the step after it, which depends on the optimizer's state.
 
-    checkpoint: of a learner that was saved after its second step under this or another layout; loaded first.
+    checkpoint: checkpoint of a learner after its second step, under this or another layout; loaded first.
     """
     if checkpoint:
         policy.load(checkpoint)

@@ -241,7 +241,7 @@ def plain_step(
     average: Average | None = None,
     reference: Path | None = None,
 ) -> Plain:
-    """Take the step with transformers' model by the definitions, one sequence at a time. objectives: of each agent."""
+    """Take the step with transformers' model by the definitions, one sequence at a time. objectives: one per agent."""
     model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():

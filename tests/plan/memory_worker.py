@@ -123,8 +123,8 @@ def compare(
     router_replay: RouterReplay = "none",
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return {static, peak, working: [measured, planned]} of the rank with the most, in bytes. reference: of a KL term. adapter:
-    trained in place of the model.
+    """Return {static, peak, working: [measured, planned]} of the rank with the most, in bytes. reference: that of a KL term.
+    adapter: trained in place of the model.
 
     With router_replay every token has a record, but none names experts, so the routing is the same.
     """

@@ -193,7 +193,7 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
     four, whole_experts = (replace(half, tensor_parallel=4, spreads_experts=each) for each in (False, True))
     padding = engine_memory(four, H100).weights - engine_memory(whole_experts, H100).weights
     assert padding == pytest.approx(48 * 128 * 3 * 64 * 2048, rel=1e-3)  # 192 columns of an expert become 256
-    few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two per engine: reading weights dominates an iteration
+    few = Demand(8.0, 1000.0, 8000.0, 1, 1, 8000, True)  # two samples per engine: reading weights dominates
     seconds = [rollout_time(setup, memory, H100, few).seconds for setup in (whole, half)]
     assert seconds[1] < seconds[0]
     of_files = [sync_time("shm", setup, 4, 1, 12, H100) for setup in (whole, half)]

@@ -89,7 +89,7 @@ def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
     ratios = []
     for table in tables:
         names = {row["name"]: row for row in table["rows"]}
-        ours = names.get("ours, triton", names["ours"])  # by cuBLAS, also where QuACK was available
+        ours = names.get("ours, triton", names["ours"])  # with products by cuBLAS, even where QuACK was available
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
         ratios.append(planned / ours["median_s"])
     *within, outside = (

@@ -50,7 +50,7 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     text = "né 中!"
     ids = np.array([*text.encode(), renderer.eos_id], np.int32)
     num = len(ids)
-    own = np.arange(num) != 4  # a tool's
+    own = np.arange(num) != 4  # a tool wrote this token
     logprobs = np.linspace(-2, -0.1, num).astype(np.float32)
     sample = make_sample("u", token_ids=ids, is_sampled=own, rollout_logprobs=logprobs, text=text)
     marks = np.array([CLIPPED, GATED | MASKED, MASKED] + [0] * (num - 4), np.uint8)

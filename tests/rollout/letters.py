@@ -45,7 +45,7 @@ class LetterRenderer:
 
 
 class WeighedEngine(ScriptedEngine):
-    """Its weights are the name of the file that it received; their checksum is a sum over the name."""
+    """Engine whose weights are the name of the file that it received; their checksum is a sum over the name."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
@@ -151,7 +151,7 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
 
 
 class Play:
-    """Stages with their engines, driven as by a trainer, without a thread. options: of letter_team."""
+    """Stages with their engines, driven as by a trainer, without a thread. options: options of letter_team."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Play:
 
 
 class Looker:
-    """Stands for a tool pool; `found` answers the calls. called: by the calls' ids."""
+    """Stands for a tool pool; `found` answers the calls. called: number of calls by id."""
 
     def __init__(self, found: Callable[[ToolCall], ToolOutput]) -> None:
         self.found, self.called, self.threads = found, Counter[str](), ThreadPoolExecutor(4)

@@ -26,8 +26,8 @@ class MortalReplicas(LocalReplicas):
     """Replicas that fail as Ray actors do.
 
     deadly(request): the engine that gets this request dies once it has decoded something. dead, hung: may be set at any time; a
-    restart repairs the replica. Time passes while one hangs. seconds: engine time of each result. places: for new replicas, may
-    be shared; None: always one.
+    restart repairs the replica. Time passes while one hangs. seconds: engine time of each result. places: places for new
+    replicas, may be shared; None: always one.
     """
 
     can_restart = True

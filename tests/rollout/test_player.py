@@ -55,7 +55,7 @@ class Hand:
 
 
 def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
-    """Return stages with overlap, before anything has begun. questions: of the problems; 7 is an answer."""
+    """Return stages with overlap, before anything has begun. questions: the problems' questions; 7 is an answer."""
     config = letter_config(**options)
 
     def question(number: int) -> Problem:

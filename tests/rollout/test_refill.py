@@ -148,7 +148,7 @@ def test_a_run_killed_between_waves_makes_the_same_batch(pipeline: str) -> None:
 
 
 class OneByOne(WeighedEngine):
-    """Its requests finish one after the other, in the order of submission or the reverse."""
+    """Engine whose requests finish one after the other, in the order of submission or the reverse."""
 
     def __init__(self, script: Script, *, is_reversed: bool) -> None:
         super().__init__(script)

@@ -136,7 +136,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
-    """Before and after each checkpoint, exactly what one run trains is trained, in any order of arrival."""
+    """Before and after each checkpoint, the same samples are trained as in an unbroken run, in any order of arrival."""
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)

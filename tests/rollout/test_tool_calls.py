@@ -32,7 +32,7 @@ PROBLEM = Problem("p", "what ?", "7", "math")
 
 
 class Says:
-    """A script of the agent's turns, whatever it is asked, and of a reader's outputs for its prompt. prompts: of each sample."""
+    """A script of the agent's turns, whatever it is asked, and of a reader's outputs for its prompt. prompts: by sample."""
 
     def __init__(self, renderer: ChatRenderer, turns: Sequence[str], reads: Callable[[str], str] | None = None) -> None:
         self.renderer, self.turns, self.reads = renderer, turns, reads
@@ -204,7 +204,7 @@ SEARCH, RUN = system_call("search", queries=["ab", "cd"]), system_call("python",
 
 
 def looker(answers: Mapping[str, ToolOutput] | None = None) -> Looker:
-    """search finds a page of 40 letters for each letter of each query, python a 7. answers: of other tools."""
+    """search finds a page of 40 letters for each letter of each query, python a 7. answers: answers of other tools."""
 
     def found(call: ToolCall) -> ToolOutput:
         queries = json.loads(call.arguments).get("queries", ())

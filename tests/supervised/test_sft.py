@@ -69,7 +69,7 @@ def cross_entropy(model_dir: Path, lines: list[str]) -> float:
 
 
 def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> None:
-    """One batch of all lines: the step's loss is transformers'."""
+    """One batch has all lines, and the step's loss equals that of transformers."""
     one = ["sft.batch=16", "sft.epochs=1", "sft.held_out=0", "sft.lr=0", "run.name=still"]
     assert cli.main(["sft", *words, *one]) == 0
     expected = cross_entropy(Path("model"), Path("demos.jsonl").read_text().splitlines())
@@ -288,7 +288,7 @@ def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer
 def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     kind: str, read: Read, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """They are left out of turns that an answer followed; only the last turn is trained, with its thought."""
+    """Thoughts are left out of turns that an answer followed; only the last turn is trained, with its thought."""
     thinks = renderer_of(TEMPLATES[kind], tmp_path / kind)
     thought, ask = "<think>\nI add.\n</think>\n\n", CHAT[-1]
     chat = [ask, {"role": "assistant", "content": f"{thought}4"}, {"role": "user", "content": "and 5?"}]

@@ -100,7 +100,7 @@ SNIPPETS = (
     Snippet("a program with setuid", "import shutil\nshutil.copy('/usr/bin/id', '/tmp/id'); os.chmod('/tmp/id', 0o6755)\nrun = lambda path: subprocess.run([path], capture_output=True).stdout\nprint('refused' if run('/tmp/id') == run('/usr/bin/id') else 'DONE')", r"\Arefused\Z"),
     Snippet("the host's name", "attempt(socket.sethostname, 'x')"),
     Snippet("calls of 32 bit", "import mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write(b'\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3' if os.uname().machine == 'x86_64' else b'')\nctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()", "SIGSYS|SIGSEGV|SIGILL"),
-    Snippet("a call that is newer than the filter", "attempt(syscall, 444, 0, 0, 1)"),  # landlock's
+    Snippet("a call that is newer than the filter", "attempt(syscall, 444, 0, 0, 1)"),  # a call of Landlock
     Snippet("filter and privileges", "print('Seccomp:\\t2' in open('/proc/self/status').read(), 'NoNewPrivs:\\t1' in open('/proc/self/status').read())", r"True True\Z"),
     # the network
     Snippet("sockets of every family", "for family in range(1, 46):\n    for kind in (1, 2, 3): attempt(socket.socket, family, kind)"),

@@ -356,7 +356,7 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
 def test_a_teacher_changes_only_sampled_tokens() -> None:
     student, teacher = np.array([-1, -2, -3], np.float32), np.array([-0.5, -4, 9], np.float32)
     agents = {"solver": AgentConfig(loss_weight=0.5, teacher=TeacherConfig(policy="big", coef=2.0))}
-    sampled = np.array([True, True, False])  # the last one is a tool's
+    sampled = np.array([True, True, False])  # a tool wrote the last token
     groups = [
         group("0/solver", [1, 0], rollout_logprobs=student, is_sampled=sampled),
         group("1/solver", [1, 1], rollout_logprobs=student, is_sampled=sampled),

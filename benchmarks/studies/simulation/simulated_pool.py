@@ -49,7 +49,7 @@ class SimulatedReplicas(Replicas):
 
     lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens per
         simulated token of a completion, of a prompt.
-    texts: of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
+    texts: texts of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
         entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included. received, returned:
         bytes of the messages to the engines and back.
     """

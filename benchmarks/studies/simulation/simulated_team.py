@@ -87,7 +87,7 @@ def simulated_team(
     is_solver_only: bool = False,
     renderer: ChatRenderer | None = None,
 ) -> Team:
-    """Return the simulated team. renderer: for real texts; None: a completion's text is its last token."""
+    """Return the simulated team. renderer: renderer of real texts; None: a completion's text is its last token."""
     kind = Solver if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = renderer or cast(ChatRenderer, StandInRenderer(constants))
