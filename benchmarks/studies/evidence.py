@@ -6,7 +6,8 @@
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so an interrupted command can be
 resumed. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To
 repeat a study, delete its files. --run needs a clean tree and an otherwise idle machine, because it records times. Runs and warm
-starts stay in runs/evidence, by state of the training code: foreign Solvers are evaluated with the team of `whole`.
+starts stay in runs/evidence, one folder for each state of the training code, because foreign Solvers are evaluated with
+the team of `whole`.
 """
 
 from __future__ import annotations

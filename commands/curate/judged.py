@@ -92,7 +92,7 @@ CRITERIA: Mapping[str, Criterion] = {
 
 
 def messages(criterion: Criterion, instructions: str | None, question: str, answer: str) -> tuple[Message, ...]:
-    """Return the chat for a question and its reference answer. instructions: replacement for the criterion's."""
+    """Return the chat for a question and its reference answer. instructions: text that replaces the criterion's instructions."""
     texts = {"question": question, "answer": answer}
     return (
         Message("system", f"{instructions or criterion.instructions}\n\n{_ANSWER}"),

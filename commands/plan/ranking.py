@@ -1,4 +1,4 @@
-"""Ranking of layouts and recompute modes for a policy by memory and step time, and of other splits of the GPUs."""
+"""Ranking of a policy's layouts and recompute modes by memory and step time; ranking of other splits of the GPUs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ class Workers(Orchestration):
     agents = (AgentSpec("worker"), AgentSpec("editor"))
 
     def workers(self, episode):
-        # One group each: workers are compared with those of other episodes that had the same advice.
+        # Each worker has its own group, so it is compared with workers of other episodes that had the same advice.
         return [episode.ask("worker", index=i, group=f"worker{i}") for i in range(len(ADVICE))]
 
     def follow(self, episode):

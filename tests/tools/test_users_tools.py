@@ -1,4 +1,4 @@
-"""A user's tools: functions, and MCP servers over stdio and HTTP. Whatever they do, at most the call is lost."""
+"""A user's tools: functions, and MCP servers over stdio and HTTP. Whatever a tool does, only its call can fail."""
 
 from __future__ import annotations
 
