@@ -155,7 +155,7 @@ def branches(problem: Any, client: Any) -> None:
         return chat
 
     with ThreadPoolExecutor(4) as pool:
-        chat = next(iter(pool.map(branch, range(4))))
+        chat, *_ = pool.map(branch, range(4))  # Taking the first alone would cancel calls that have not begun.
     for turn in range(2):
         chat += [client.chat("solver", chat).message, output(turn)]
 
