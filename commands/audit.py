@@ -60,7 +60,7 @@ class Audit:
 
 
 class _Steps:
-    """What a run recorded about its steps, without the samples' texts."""
+    """Record of a run's steps, without the samples' texts."""
 
     def __init__(self, run: RunDirectory, step: int | None) -> None:
         files = step_files(run.samples)

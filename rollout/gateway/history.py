@@ -52,7 +52,7 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What clients may omit or rename in a turn.
+    """Parts of a turn that clients may omit or rename.
 
     thought: an assistant's thought, or None. calls: id of each call, and a digest of its name and arguments. answers: id of the
     call that a tool's output answers, or "".

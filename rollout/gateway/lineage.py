@@ -107,7 +107,7 @@ def num_shared(one: IntArray, other: IntArray) -> int:
 
 @dataclass(slots=True, eq=False)
 class Lineage:
-    """What one context of an agent becomes.
+    """Context of an agent, with the samples that continue it.
 
     name, parent: its own name and its caller's, from headers; "": none. num_shown: answers that its first chat shows. calls:
     numbers of its calls, in order. held: number of the call whose answer its first chat holds, or None. chat: its latest

@@ -27,7 +27,7 @@ class Spread(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """What is counted, and how.
+    """Rule by which groups are counted.
 
     spread_of: compares the rewards of these groups, which are trained together. agent: agent whose groups are counted,
     each when it closes; None: rollout instances are counted, each with all its groups when it ends. rest: data.rest.
