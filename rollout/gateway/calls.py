@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a sample of a session began. parent: uid of the sample that it follows, for display; "": none. Else as in Sample."""
+    """Beginning of a sample of a session. parent: uid of the sample that it follows, for display; "": none. Else as in Sample."""
 
     parent: str = ""
     behind: Prefix | None = None

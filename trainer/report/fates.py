@@ -23,7 +23,7 @@ FATES = (
     "superseded",
     "cut",
     "balanced away",
-    "not trained",
+    NOT_TRAINED,
     SKIPPED,
     LOST,
 )
