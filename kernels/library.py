@@ -44,7 +44,7 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_row_gradients": ("q", "pqqqpqpqpfpppppppi"),
     "marsrl_policy_terms": ("", "ppppqq"),
     "marsrl_policy_rows": ("q", "pqqqpqppfpppppppi"),
-    "marsrl_group_advantage": ("", "ppippqiidp"),
+    "marsrl_group_advantage": ("", "pppippqiidp"),
     "marsrl_attention_decode": ("", "pppppqqqqpppfii"),
     "marsrl_draw_tokens": ("", "pppqqppi"),
     "marsrl_swiglu": ("", "pipqqpi"),

@@ -22,22 +22,21 @@ struct Set {
 };
 
 template <class Float>
-std::vector<Set> sets_of(const Float* rewards, const int64_t* set_of, int64_t num_samples) {
+std::vector<Set> sets_of(const Float* rewards, const Float* compared, const double* weights, const int64_t* set_of,
+                         int64_t num_samples) {
   std::vector<Set> sets(num_samples);
   for (int64_t i = 0; i < num_samples; i++) {
-    if (std::isnan(rewards[i])) continue;
-    Set& set = sets[set_of[i]];
-    set.count += 1;
-    const double reward = rewards[i];
-    set.total += reward;
-    set.lowest = std::min(set.lowest, reward);
-    set.highest = std::max(set.highest, reward);
+    if (std::isnan(compared[i])) continue;
+    sets[set_of[i]].count += 1;
+    sets[set_of[i]].total += compared[i];
   }
   for (int64_t i = 0; i < num_samples; i++) {
     if (std::isnan(rewards[i])) continue;
     Set& set = sets[set_of[i]];
-    const double distance = static_cast<double>(rewards[i]) - set.mean();
-    set.squares += distance * distance;
+    const double reward = rewards[i], distance = reward - set.mean();
+    set.squares += weights[i] * (distance * distance);
+    set.lowest = std::min(set.lowest, reward);
+    set.highest = std::max(set.highest, reward);
   }
   return sets;
 }
@@ -67,11 +66,13 @@ void add_masked(const Float* values, const uint8_t* mask, const void* cu_seqlens
 }
 
 template <class Float>
-void advantages(const Float* rewards, const Float* compared, const int64_t* mean_set_of, const int64_t* std_set_of,
-                int64_t num_samples, bool is_unbiased, bool keeps_single, double eps, Float* advantage) {
-  const std::vector<Set> mean_sets = sets_of(compared, mean_set_of, num_samples);
-  const std::vector<Set> other_sets =
-      std_set_of == mean_set_of ? std::vector<Set>() : sets_of(compared, std_set_of, num_samples);
+void advantages(const Float* rewards, const Float* compared, const double* weights, const int64_t* mean_set_of,
+                const int64_t* std_set_of, int64_t num_samples, bool is_unbiased, bool keeps_single, double eps,
+                Float* advantage) {
+  const std::vector<Set> mean_sets = sets_of(rewards, compared, weights, mean_set_of, num_samples);
+  const std::vector<Set> other_sets = std_set_of == mean_set_of
+                                          ? std::vector<Set>()
+                                          : sets_of(rewards, compared, weights, std_set_of, num_samples);
   const std::vector<Set>& std_sets = std_set_of == mean_set_of ? mean_sets : other_sets;
   for (int64_t i = 0; i < num_samples; i++) {
     const Set &of_mean = mean_sets[mean_set_of[i]], &of_std = std_sets[std_set_of[i]];
@@ -93,18 +94,19 @@ void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* se
 
 }  // namespace
 
-// Computes advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). Mean and std
-// are over `compared` [S], without its NaNs. A NaN reward is missing and gets 0; so does a flat set, and a set with one value
-// unless keeps_single (mean 0, std 1). All arrays are float32, or float64 if is_float64.
-MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, int is_float64,
+// Computes advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A mean is
+// over `compared` [S] without its NaNs, a variance over the rewards with weights [S]. A NaN reward is missing and gets 0;
+// so does a set whose rewards are all equal, and a set with one compared value unless keeps_single (mean 0, std 1). Rewards,
+// compared and advantage are float32, or float64 if is_float64.
+MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, const double* weights, int is_float64,
                                        const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
                                        int is_unbiased, int keeps_single, double eps, void* advantage) {
   if (is_float64)
-    advantages(static_cast<const double*>(rewards), static_cast<const double*>(compared), mean_set_of, std_set_of,
-               num_samples, is_unbiased, keeps_single, eps, static_cast<double*>(advantage));
+    advantages(static_cast<const double*>(rewards), static_cast<const double*>(compared), weights, mean_set_of,
+               std_set_of, num_samples, is_unbiased, keeps_single, eps, static_cast<double*>(advantage));
   else
-    advantages(static_cast<const float*>(rewards), static_cast<const float*>(compared), mean_set_of, std_set_of,
-               num_samples, is_unbiased, keeps_single, eps, static_cast<float*>(advantage));
+    advantages(static_cast<const float*>(rewards), static_cast<const float*>(compared), weights, mean_set_of,
+               std_set_of, num_samples, is_unbiased, keeps_single, eps, static_cast<float*>(advantage));
 }
 
 // Fills sequence_of [T] with the sequence of each token; cu_seqlens rises from 0 to T.

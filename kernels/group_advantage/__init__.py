@@ -38,8 +38,8 @@ def group_advantage(
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
         instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
-        session_of: [S] int in [0, S): samples of one session, all in the same sets, count in mean, std and number as one, with
-            the mean of their rewards. None: every sample counts by itself.
+        session_of: [S] int in [0, S): samples of one session, all in the same sets, count in mean, std and number as one: each of
+            a session's n rewards has the weight 1/n. None: every sample counts by itself.
         normalise: "group": mean and std over the group. "agent" (Dr. MAS): over all samples of an agent in an instance.
             "global": over the instance. "agent_mean", "agent_std": only the mean, or only the std, over the agent's
             samples, the other over the instance.
@@ -48,7 +48,7 @@ def group_advantage(
         singleton: a set with one reward (of a sample or a session): "zero" = advantage 0; "raw" = its mean is 0 and its std 1.
 
     Returns:
-        [S] in the dtype of rewards. A set whose rewards (or sessions' means) are all equal gets exactly 0.
+        [S] in the dtype of rewards. A set whose rewards are all equal gets exactly 0.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -70,15 +70,20 @@ def group_advantage(
     mean_set, std_set = _SETS[normalise]
     mean_set_of = sets[mean_set]()
     std_set_of = mean_set_of if std_set == mean_set else sets[std_set]()
-    compared = rewards if session_of is None else _session_means(rewards, session_of.long())
+    if session_of is None:
+        session_of = torch.arange(num_samples, device=rewards.device)
+        compared, weights = rewards, torch.ones_like(rewards, dtype=torch.float64)
+    else:
+        compared, weights = _session_means(rewards, session_of.long())
     if std == "none":
-        sessions_of = torch.arange(num_samples, device=rewards.device) if session_of is None else session_of.long()
-        return less_mean_of_others(rewards, compared, sessions_of, mean_set_of, singleton == "raw")
-    return _OP(rewards, compared, mean_set_of, std_set_of, std == "unbiased", singleton == "raw", eps)
+        return less_mean_of_others(rewards, compared, session_of.long(), mean_set_of, singleton == "raw")
+    return _OP(rewards, compared, weights, mean_set_of, std_set_of, std == "unbiased", singleton == "raw", eps)
 
 
-def _session_means(rewards: Tensor, session_of: Tensor) -> Tensor:
-    """Return [S] like rewards: each session's mean reward at its first sample, NaN elsewhere."""
+def _session_means(rewards: Tensor, session_of: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [S] like rewards, each session's mean reward at its first sample and NaN elsewhere, and [S] float64, the weight
+    1/n of each of a session's n rewards, 0 where a reward is missing.
+    """
     places = (~rewards.isnan()).nonzero().squeeze(1)
     sessions, wide = session_of[places], rewards.double()
     num_samples = rewards.numel()
@@ -92,7 +97,9 @@ def _session_means(rewards: Tensor, session_of: Tensor) -> Tensor:
     means[places] = torch.where(first[sessions] == places, wide[places] + (total / count)[sessions], torch.nan).to(
         means.dtype
     )
-    return means
+    weights = torch.zeros_like(wide)
+    weights[places] = 1 / count[sessions]
+    return means, weights
 
 
 def _pair(first: Tensor, second: Tensor) -> Tensor:

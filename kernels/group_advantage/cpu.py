@@ -9,6 +9,7 @@ from marsrl.kernels.library import cpu_library
 def group_advantage_cpu(
     rewards: Tensor,
     compared: Tensor,
+    weights: Tensor,
     mean_set_of: Tensor,
     std_set_of: Tensor,
     is_unbiased: bool,
@@ -24,6 +25,7 @@ def group_advantage_cpu(
         *(
             contiguous_rewards,
             compared.contiguous(),
+            weights.contiguous(),
             contiguous_rewards.dtype == torch.float64,
             mean_sets,
             std_sets,

@@ -12,35 +12,40 @@ class SetStatistics:
 
     count: Tensor
     mean: Tensor
-    std: Tensor
     is_single: Tensor  # fewer than two values: no sibling to compare with
     is_flat: Tensor  # two or more values, all equal
 
 
-def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbiased: bool) -> SetStatistics:
-    """Compute mean and standard deviation of each sample's set; rewards [S] float64, set_of [S] int64 in [0, S)."""
+def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
+    """Compute the mean of each sample's set; values [S] float64, NaN where missing; set_of [S] int64 in [0, S)."""
+    is_present = ~values.isnan()
+    count = _total(is_present.double(), set_of)
+    mean = _total(torch.where(is_present, values, 0.0), set_of) / count.clamp(min=1)
+    is_single = (count < 2)[set_of]
+    return SetStatistics(count[set_of], mean[set_of], is_single, _are_equal(values, set_of) & ~is_single)
 
-    def total(terms: Tensor) -> Tensor:
-        return terms.new_zeros(rewards.numel()).index_add_(0, set_of, terms)
+
+def _total(terms: Tensor, set_of: Tensor) -> Tensor:
+    return terms.new_zeros(terms.numel()).index_add_(0, set_of, terms)
+
+
+def _are_equal(values: Tensor, set_of: Tensor) -> Tensor:
+    """Return [S] bool: the values of the sample's set are equal.
+
+    The extremes are compared, not a standard deviation with 0: the mean of eight times 0.1 is not exactly 0.1.
+    """
 
     def extreme(fill: float, reduce: str) -> Tensor:
-        values = torch.where(is_present, rewards, fill)
-        return rewards.new_full(rewards.shape, fill).scatter_reduce_(0, set_of, values, reduce)
+        present = torch.where(values.isnan(), fill, values)
+        return values.new_full(values.shape, fill).scatter_reduce_(0, set_of, present, reduce)
 
-    values, present = torch.where(is_present, rewards, 0.0), is_present.double()
-    count = total(present)
-    mean = (total(values) / count.clamp(min=1))[set_of]
-    squares = total(((values - mean) * present).square())
-    std = (squares / (count - 1 if is_unbiased else count).clamp(min=1)).sqrt()[set_of]
-    is_single = (count < 2)[set_of]
-    # Compare the extremes rather than std with 0: the mean of eight times 0.1 is not exactly 0.1.
-    is_flat = (extreme(-torch.inf, "amax") == extreme(torch.inf, "amin"))[set_of] & ~is_single
-    return SetStatistics(count[set_of], mean, std, is_single, is_flat)
+    return (extreme(-torch.inf, "amax") == extreme(torch.inf, "amin"))[set_of]
 
 
 def group_advantage_reference(
     rewards: Tensor,
     compared: Tensor,
+    weights: Tensor,
     mean_set_of: Tensor,
     std_set_of: Tensor,
     is_unbiased: bool,
@@ -49,18 +54,22 @@ def group_advantage_reference(
 ) -> Tensor:
     """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
 
-    compared: [S] like rewards, the values over which mean and std are taken; NaN values are left out.
+    compared: [S] like rewards, the values over which means are taken; NaN values are left out.
+    weights: [S] float64, weight of each reward in a variance. They sum to the number of compared values in each set.
     """
-    is_compared = ~compared.isnan()
-    values = compared.double()
-    of_mean = set_statistics(values, is_compared, mean_set_of, is_unbiased)
-    of_std = of_mean if std_set_of is mean_set_of else set_statistics(values, is_compared, std_set_of, is_unbiased)
+    values, known = compared.double(), rewards.double()
+    of_mean = set_statistics(values, mean_set_of)
+    of_std = of_mean if std_set_of is mean_set_of else set_statistics(values, std_set_of)
+    squares = torch.where(known.isnan(), 0.0, weights * (known - of_std.mean).square())
+    freedom = of_std.count - 1 if is_unbiased else of_std.count
+    deviation = (_total(squares, std_set_of)[std_set_of] / freedom.clamp(min=1)).sqrt()
     mean = torch.where(of_mean.is_single, 0.0, of_mean.mean)
-    std = torch.where(of_std.is_single, 1.0, of_std.std)
-    is_zero = of_mean.is_flat | of_std.is_flat | rewards.isnan()
+    std = torch.where(of_std.is_single, 1.0, deviation)
+    is_flat = _are_equal(known, mean_set_of) & ~of_mean.is_single | _are_equal(known, std_set_of) & ~of_std.is_single
+    is_zero = is_flat | known.isnan()
     if not keeps_single:
         is_zero = is_zero | of_mean.is_single | of_std.is_single
-    return torch.where(is_zero, 0.0, (rewards.double() - mean) / (std + eps)).to(rewards.dtype)
+    return torch.where(is_zero, 0.0, (known - mean) / (std + eps)).to(rewards.dtype)
 
 
 def less_mean_of_others(
@@ -72,7 +81,7 @@ def less_mean_of_others(
     """
     is_compared = ~compared.isnan()
     values = compared.double()
-    found = set_statistics(values, is_compared, mean_set_of, is_unbiased=False)
+    found = set_statistics(values, mean_set_of)
     own = values.new_zeros(values.shape).index_add_(0, session_of, torch.where(is_compared, values, 0.0))[session_of]
     others = found.mean + (found.mean - own) / (found.count - 1).clamp(min=1)
     others = torch.where(found.is_flat, own, others)  # Exactly 0 for equal rewards, even if the mean is rounded.

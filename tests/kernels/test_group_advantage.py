@@ -78,9 +78,16 @@ def test_a_session_counts_as_one_reward_the_mean_of_its_own():
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
     expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
     found = advantage(rewards, [0] * 8, session_of=sessions)
-    assert found == pytest.approx([a / (1 / 6) ** 0.5 for a in expected])
+    assert found == pytest.approx([2 * a for a in expected])  # variance (1/4 + 1/4 + (1/4 + 1/4) / 2) / 3
     assert advantage([0.1] * 3 + [0.1], [0] * 4, session_of=[0, 0, 0, 1]) == [0] * 4  # equal to the last bit
     assert advantage([1, 0], [0, 0], session_of=[0, 0], singleton="raw") == [1, 0]
+
+
+def test_spread_inside_a_session_is_part_of_the_deviation():
+    rewards = [1, 0, 0.99, 0]  # means .5 and .495, which differ by far less than the rewards
+    found = advantage(rewards, [0] * 4, session_of=[0, 0, 1, 1])
+    assert found == pytest.approx([(r - 0.4975) / 0.24751875**0.5 for r in rewards])
+    assert advantage([1, 0, 1, 0], [0] * 4, session_of=[0, 0, 1, 1]) == [1, -1, 1, -1]  # equal means
 
 
 batches = st.integers(1, 24).flatmap(

@@ -152,16 +152,18 @@ def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> No
     assert len(credited.advantages) == 9
 
 
-def test_a_sample_is_compared_with_the_means_of_sessions() -> None:
-    # Means 1/2, 0 and 1; sessions and samples without a reward do not count.
+def test_a_reward_weighs_one_nth_of_its_session() -> None:
+    # Means 1/2, 0 and 1, every distance to 1/2 is 1/2; sessions and samples without a reward do not count.
     group = of_sessions([1, 0, math.nan], [0, 0], [1], [math.nan])
     credited = credit([group], CreditConfig(), SHARED)
-    std = math.sqrt(1 / 6)
+    std = 1 / 2
     expected = {"0#0": 1, "0#1": -1, "1#0": -1, "1#1": -1, "2#0": 1}
     found = {f"{uid[2]}{uid[10:12]}": advantage * 2 * std for uid, advantage in credited.advantages.items()}
     assert found == pytest.approx(expected, rel=1e-4)
     metrics = drmas_metrics([group])
-    assert metrics["drmas/solver/mu"] == pytest.approx(0.5) and metrics["drmas/solver/sigma"] == pytest.approx(std)
+    assert metrics["drmas/solver/mu"] == pytest.approx(0.5) and metrics["drmas/solver/sigma"] == pytest.approx(
+        math.sqrt(1 / 6)
+    )
 
 
 def test_one_session_alone_has_no_siblings() -> None:
@@ -171,8 +173,9 @@ def test_one_session_alone_has_no_siblings() -> None:
     assert list(raw.values()) == pytest.approx([1, 0], rel=1e-5)
 
 
-def test_sessions_with_equal_means_train_nothing() -> None:
-    assert set(credit([of_sessions([1, 0], [0.5])], CreditConfig(), SHARED).advantages.values()) == {0.0}
+def test_sessions_with_equal_means_train_their_spread() -> None:
+    of_solver = credit([of_sessions([1, 0], [0.5])], CreditConfig(), SHARED).advantages
+    assert list(of_solver.values()) == pytest.approx([math.sqrt(2), -math.sqrt(2), 0], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,8 @@ def _advantages(
 
     An advantage is meaningless for a sample without a reward.
 
-    If a program played, mean and std are over sessions: one number per session and agent, the mean reward of its samples
-    there. Each sample's own reward is compared with them.
+    If a program played, each of a session's n rewards of an agent has the weight 1/n in mean and variance. Each sample's own
+    reward is compared with them.
 
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
