@@ -65,7 +65,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run by its directory, finished or not. Holds no process and no open file; files are read at each access.
+    """A run on disk, finished or not. Holds no process and no open file; every access reads the run's files.
 
     Properties and methods raise Error if files are missing or damaged.
     """
@@ -156,7 +156,7 @@ def train(
 
 
 def _train(prepared: PreparedRun) -> None:
-    """Train in a separate frame, so that _running can clear its references to the model."""
+    """Train in a separate stack frame: if the run fails, _running clears the frame's references to the model."""
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train as loop
 
@@ -335,7 +335,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None) -> Iterator[None]:
-    """Run the block as the command line runs a training: end it by Error or KeyboardInterrupt, and release the run's lock.
+    """Run the block as the command line does: turn exceptions into Error or KeyboardInterrupt, and release the run's lock.
 
     weights: folder of the weight files, if the run has engines.
     """
@@ -355,5 +355,5 @@ def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None
 
 
 def _clear(error: BaseException) -> None:
-    """Free the local variables of the error's frames: a notebook keeps the last exception, and with it the model."""
+    """Clear the local variables in the error's traceback: a notebook keeps the last exception, and so the model's memory."""
     traceback.clear_frames(error.__traceback__)

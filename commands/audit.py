@@ -1,14 +1,14 @@
-"""Audit of a run: its files show which weights wrote each token, and what became of it. Five checks, a line each.
+"""Audit of a run: five checks that its files agree on which weights decoded each token, and on how the token was used.
 
-    versions     every token was decoded by a version that was published before, and verified on every engine
-    log-probs    the engine's log-probs of a sample agree with the trainer's, if one version decoded the whole sample
-    tokens       the decoded tokens of trained policies are those of the samples, and no sample is missing
-    once         no sample was trained twice, and the updates trained the tokens that the samples record
-    staleness    no token is newer than the version that trained on it
+    versions     every token was decoded by a policy version that had been published and verified on every engine
+    log-probs    engine and trainer give a sample the same log-probs, if the trainer's version decoded all of it
+    tokens       every decoded token of a trained policy belongs to a logged sample, and no sample is missing
+    once         no sample was trained twice, and the updates trained as many tokens as the samples record
+    staleness    no token is newer than the policy version that was trained on it
 
-The check of log-probs takes the mean |log p_trainer - log p_rollout| of each sample, and the median over samples. It passes up to
-3 times the rounding noise of the previous comparison (docs/weight_sync.md). Other weights differ by more, once training has moved
-them.
+The log-probs check takes the mean |log p_trainer - log p_rollout| of each sample, and then the median over samples. The median
+may be up to 3 times the rounding noise of the last comparison with the engines (docs/weight_sync.md). Wrong weights exceed this
+bound, once training has changed the weights.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ class _Steps:
             )
 
     def of_trained(self) -> Iterator[tuple[int, SampleTrace]]:
-        """Yield (step, sample) of the policies that were published."""
+        """Yield (step, sample) for the samples of trained policies, the ones with a publish."""
         for step, samples in self.samples.items():
             yield from ((step, sample) for sample in samples if sample.policy in self.policies)
 
     def last(self, step: int, policy: str, *, is_compared: bool = False) -> Publish | None:
-        """Return the policy's last publish (is_compared: with a comparison) before a step; None if there is none."""
+        """Return the policy's last publish before a step, or None. is_compared: skip publishes without a comparison."""
         steps, of_policy = self._last[policy, is_compared]
         place = bisect_left(steps, step)
         return of_policy[place - 1] if place else None

@@ -60,7 +60,7 @@ def evaluate_alone(
 ) -> Evaluation:
     """Evaluate the team, print a table of accuracy, tokens, seconds and cost to stderr, and return the evaluation.
 
-    The fixed inputs are collected from the team itself.
+    Agents that are tested separately answer fixed inputs, which come from the team's own episodes (evaluate/evaluator.py).
 
     out: folder for the evaluation and every finished draw; an earlier evaluation in it is resumed. Default: a new folder,
         evaluations/<name>-<UTC time>.

@@ -19,8 +19,8 @@ _OF_ONE_RUN = ("name", "resume")
 def write_settings_of(run: Path, out: Path) -> Path:
     """Write `out`, a config file that reproduces the run's settings except run.name and run.resume.
 
-    The file has the task, the preset recorded in config.yaml, and the settings that differ from these. If today's presets
-    cannot reproduce the run, it has `preset: none` and the settings that differ from the defaults.
+    The file has the task, the preset named in config.yaml, and the settings that differ from that preset. If today's presets
+    cannot reproduce the run, the file has `preset: none` and the settings that differ from the defaults.
 
     Raises ConfigError if the settings are of another version, or `out` exists.
     """

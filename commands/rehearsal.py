@@ -85,7 +85,8 @@ def check_agents(where: str, answers: Answers, agents: Sequence[str]) -> None:
 class Turn(NamedTuple):
     """One call of an agent by a program.
 
-    number: the call's number in its session, from 1. num_new: prompt tokens; for a continued sample only the new ones.
+    number: number of the call in its session, from 1.
+    num_new: number of prompt tokens; if the call continues a sample, only those after the sample's earlier tokens.
     text: the answer.
     """
 
@@ -97,9 +98,10 @@ class Turn(NamedTuple):
 class Rehearsal(NamedTuple):
     """Record of one problem that the team played.
 
-    errors: errors of the team's own code or the program, by episode. num_episodes: episodes of the instance. turns: turns by
-    sample, if a program plays. warnings: about prompts that do not state the expected form of answers, and calls that do not
-    merge.
+    errors: errors of the team's own code or the program, by episode.
+    turns: the program's calls in each sample, by uid; {} if no program plays.
+    num_episodes: number of episodes played for the problem.
+    warnings: sentences about prompts that do not state the expected form of answers, and about calls that do not merge.
     """
 
     problem: Problem
@@ -143,7 +145,7 @@ def rehearse_shown(
     reference: str = "",
     with_prompts: bool = False,
 ) -> Rehearsal:
-    """Rehearse, and print the settings, the reward rules, the tree of samples, warnings, and the step of a late first update.
+    """Rehearse, and print settings, reward rules, the tree of samples, warnings, and the first update's step if it is not 1.
 
     console: prints the tree.
 
@@ -191,8 +193,8 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
     """Return a line that names the first step with samples to train on, assuming one step per answer; [] if that is step 1.
 
-    Also [] for teams with tools, which may be paid services, for programs, and with overlap, where a step waits for finished
-    groups.
+    Returns [] without a rehearsal for teams with tools (they may be paid services), for programs, and with rollout.overlap, where
+    each step waits for finished groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:
         return []
@@ -284,7 +286,7 @@ def _scripted(
 def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer, by_turn: bool
 ) -> contextlib.AbstractContextManager[Gateway]:
-    """Open the program's gateway with one worker, which plays sessions in turn so that seeded answers are reproducible."""
+    """Open the program's gateway with one worker: it plays one session after the other, so seeded answers are reproducible."""
     from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
     from marsrl.rollout.gateway.workers import check_external
 

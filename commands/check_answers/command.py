@@ -39,7 +39,7 @@ Read = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A judged answer. rule: how it was made from the reference; is_right: True if the judge should accept it."""
+    """A judged answer. rule: how the answer was made from the reference. is_right: True if the judge should accept it."""
 
     problem: Problem
     rule: str
@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def is_misjudged(self) -> bool:
-        """True if a right answer gets less than full credit, a wrong one gets it, or the reference itself is not judged."""
+        """True if a right answer gets less than full credit, a wrong one full credit, or the reference itself no judgement."""
         if self.reward.is_missing:
             return self.rule == notations.ITSELF
         return (self.reward.correct >= 1) != self.is_right

@@ -50,7 +50,7 @@ class _Commands(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Typer command that rejects settings written as options, with the error message of any other wrong setting."""
+    """Typer command that rejects settings written as options (--run.steps=4) with the message for wrong settings."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]

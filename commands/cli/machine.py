@@ -25,8 +25,8 @@ def init(
 ) -> None:
     """Write a random Qwen3-MoE checkpoint in Hugging Face format, or a run's settings as a YAML file.
 
-    With --from-run, OUT is a file for --config that restores the run's settings, except run.name and run.resume. It has the task,
-    the presets of the run, and each setting that differs from theirs.
+    With --from-run, OUT is a file for --config that restores the run's settings, except run.name and run.resume. It has the run's
+    task and presets, and each setting that differs from the presets.
     """
     if from_run:
         from marsrl.commands.from_run import write_settings_of

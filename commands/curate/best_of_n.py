@@ -57,7 +57,7 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
 def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], saved: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
-    """Return the correctness of each question's answers, by key; NaN for unjudged answers. Saves questions without NaN."""
+    """Return the correctness of each question's answers, by key; NaN: not judged. Saves the questions with all answers judged."""
     versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
     results = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in results.items():

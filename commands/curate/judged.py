@@ -35,7 +35,7 @@ OpenPool = Callable[[], AbstractContextManager[tuple[ChatRenderer, EnginePool]]]
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """Criterion for a yes. instructions: its text in the prompt. yes, no: names of the kinds of kept and dropped rows."""
+    """Yes/no question about a row. instructions: its text in the prompt. yes, no: names for kept and dropped rows in reports."""
 
     instructions: str
     yes: str
@@ -134,9 +134,10 @@ def judged(
 
 @dataclass(eq=False, slots=True)
 class _Judge:
-    """Judge that requests missing answers ahead of the decisions, which follow the order of the rows.
+    """Judge of rows in order, which requests missing answers of later rows ahead.
 
-    asked: everything that answers depend on besides question and reference. prompt_ends: ends of pending prompts, by key.
+    asked: everything that an answer depends on besides question and reference.
+    prompt_ends: last characters of the prompts that await an answer, by key.
     """
 
     name: str
@@ -196,7 +197,7 @@ class _Judge:
         renderer, pool = self.engines
         for result in pool.collect(_WAIT_S):
             thinks = self.prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
-            if result.finish is Finish.LENGTH:  # a tag in a cut answer may not be the final verdict
+            if result.finish is Finish.LENGTH:  # the answer was cut off, so a tag in it may not be the final verdict
                 key = f"curate.{self.name}.max_response_tokens"
                 self.answers.add(
                     result.uid, {"too_long": f"the answer was cut off after {len(result.token_ids):,} tokens ({key})"}

@@ -50,7 +50,7 @@ class Kind:
 
 
 class StageRecord(Settings):
-    """Contents of stage.json. key: digest of the settings of this and all earlier stages. kinds: the rows by decision."""
+    """Contents of stage.json. key: digest of the settings of this and all earlier stages. kinds: row counts by decision."""
 
     name: str
     settings: dict[str, Any]
@@ -59,7 +59,7 @@ class StageRecord(Settings):
 
     @property
     def kept(self) -> dict[str, int]:
-        """Number of rows by kind."""
+        """Number of kept rows by kind."""
         return {name: kind.count for name, kind in self.kinds.items() if kind.is_kept}
 
     @property
@@ -146,7 +146,7 @@ class Pipeline:
                 yield from_line(line, self.task)
 
     def _warn_of_repeated_stages(self, stages: Sequence[Stage], record: StageRecord | None) -> None:
-        """Warn if decisions on disk are obsolete. record: the record on disk of the first of these stages."""
+        """Warn if these stages have decisions on disk, which are obsolete. record: the first stage's record on disk."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
             changed = ["the stage was not finished"]
             if record is not None:

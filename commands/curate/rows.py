@@ -55,8 +55,9 @@ Decisions = Generator[tuple[Row, Decision], None, None]
 class Stage:
     """A rule that keeps or drops rows.
 
-    settings: everything that its decisions depend on besides the rows, as JSON. decide: yields each row with its decision, in
-    order; it may read any number of rows ahead, and releases its resources when closed.
+    settings: everything that the decisions depend on besides the rows, as JSON.
+    decide: yields each row with its decision, in order. It may read any number of rows ahead, and releases its resources when
+        closed.
     """
 
     name: str
@@ -163,7 +164,7 @@ class CurationStopped(RuntimeError):
 
 
 class MissingShare:
-    """Counter of rows without a verdict. key: name of the setting that bounds their share."""
+    """Counter of rows without a verdict. key: name of the setting with the largest share of such rows."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most
@@ -178,7 +179,7 @@ class MissingShare:
                 self.check(missing)
 
     def check(self, last: str = "the stage has ended") -> None:
-        """Raise CurationStopped for too many, however few rows there are."""
+        """Raise CurationStopped if too large a share of the rows so far has no verdict. last: end of the error message."""
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
                 f"{self._num_missing} of {self._num_rows} questions could not be judged, a share above "

@@ -92,7 +92,7 @@ class Api:
         ]
 
     def compare(self) -> dict[str, Any]:
-        """Return all runs side by side, as in `marsrl compare`; or why_not, if one has no evaluation or is unreadable."""
+        """Return all runs side by side, as in `marsrl compare`; {why_not: reason} if a run has no evaluation or is unreadable."""
         try:
             return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
@@ -211,8 +211,8 @@ def tree(catalog: Catalog, rollout: str) -> list[dict[str, Any]]:
 def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
     """Return a sample's tokens.
 
-    kept: the sample's columns, or None if its tokens were not kept. near: the nearest step with kept tokens, and samples of
-    that step, those of the same agent first.
+    kept: the sample's token columns; None if its tokens were not logged. near: the nearest step with logged tokens, and that
+    step's samples, the same agent's first.
 
     Raises ValueError if the step's file is damaged.
     """
@@ -299,14 +299,14 @@ def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
     for number in sorted(files, key=lambda number: (abs(number - step), number)):
         try:
             return read_tokens(files[number])
-        except ValueError:  # missing while the step is being repeated
+        except ValueError:  # the file is missing while the step is being repeated
             if number == step and files[number].exists():
                 raise
     return []
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
-    """Return a list for each column. clipped, gated, masked: indices of such tokens."""
+    """Return a list for each column. clipped, gated, masked: indices of the tokens with that mark."""
     starts = [0, *record.ends[:-1].tolist()]
     return {
         "policy": record.policy,

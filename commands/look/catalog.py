@@ -43,9 +43,9 @@ FLAGS = {
         AND coalesce(element_at(parts, 'readable')[1], 0) = 0 AND NOT ?""",
     "verdict": "verdict IS NOT NULL",
 }
-"""SQL conditions of the flags to filter by, in order: the sample reached the maximum length; its verdict is wrong; it has no
-reward; the engine gave up; it has no readable answer or verdict (?: True if a program plays, which reads answers itself); it has
-a readable verdict."""
+"""SQL condition of each flag that samples can be filtered by.
+
+The placeholder ? is True if a program plays: it reads the answers itself, so none counts as missing."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # a folder step=9 must not become a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
@@ -61,10 +61,11 @@ _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
 
 
 class Filter(Settings):
-    """Filter of samples; None, "" and () do not restrict.
+    """Filter of samples; a field with None, "" or () matches every sample.
 
-    first, last: range of steps. low, high: range of the reward. words: all must occur, as whole words, in the completion or, for
-    the first sample of a group, in the prompt.
+    first, last: range of steps.
+    low, high: range of the reward.
+    words: words that must all occur in the completion, or in the prompt of a group's first sample.
     """
 
     agent: str | None = None
@@ -81,8 +82,8 @@ class Filter(Settings):
 class Row:
     """A sample in a list. Its texts are in the samples file of `step`, at `line`.
 
-    oldest: policy version of the oldest token. block: last line of its problem in the step, which keeps a problem's samples
-    together in lists.
+    oldest: policy version of the oldest token.
+    block: sort key that lists a problem's samples together: the line of the problem's last sample in the step.
     """
 
     step: int
@@ -118,8 +119,9 @@ class Played:
 class Page:
     """At most PAGE samples.
 
-    num: number of samples that pass the filter; None: not counted. next: (step, line) after which the next page begins.
-    played: counts for the problems on the page, in the order of play; empty if samples are not counted.
+    num: number of samples that pass the filter; None: not counted.
+    next: (step, line) after which the next page begins.
+    played: each agent's samples for the problems on the page, in the order of play; empty if samples are not counted.
     """
 
     rows: list[Row]
@@ -131,7 +133,7 @@ class Page:
 class Catalog:
     """Logs of one run. Thread-safe. `refresh` reads new samples; other files are read again when they have changed.
 
-    refused: why files are unreadable, by file name.
+    refused: reason why a file is unreadable, by file name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -200,7 +202,7 @@ class Catalog:
             except FileNotFoundError:
                 return {}
             inode, num_read, num_lines, curves = self._curves
-            if inode != status.st_ino or status.st_size < num_read:  # the run was resumed, which removes lost steps
+            if inode != status.st_ino or status.st_size < num_read:  # the run was resumed, which removes the lines of lost steps
                 num_read, num_lines, curves = 0, 0, {}
                 self.refused.pop(path.name, None)
             if status.st_size > num_read:

@@ -37,8 +37,9 @@ class Place:
 class Compared:
     """Data of one run, or of one evaluation alone.
 
-    rewards: mean reward over all agents, by place. draws: results of the last evaluation. settings: values by dotted key; a
-    setting that changed on resume reads "200, then 22".
+    rewards: mean reward over all agents, by progress.
+    draws: results of the last evaluation.
+    settings: values by dotted key; a setting that changed on resume reads "200, then 22".
     """
 
     evaluations: tuple[tuple[Place, Evaluation], ...]
@@ -166,7 +167,7 @@ def _costs(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
-    """Return the curve {x by axis, mean, low, high} of the places that have a value."""
+    """Return the curve {x by axis, mean, low, high} through the points that have a value."""
     known = [
         (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
     ]
@@ -198,8 +199,8 @@ def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
 def difference(first_run: Compared, second_run: Compared, row: str) -> Difference | None:
     """Estimate how much second_run gains over first_run, by a paired bootstrap over problems with judged answers in both.
 
-    row: a row for which both play every problem: system, alone, <set>/system or <set>/alone. Returns None without common
-    problems. Problems with the same question and answer are the same, even in different files.
+    row: name of the row: system, alone, <set>/system or <set>/alone. Other rows do not cover every problem, and give None.
+    Returns None if no problem was judged in both runs. Problems in different files are the same if question and answer are equal.
     """
     set_name, _, row_kind = row.rpartition("/")
     if row_kind not in ("system", "alone"):

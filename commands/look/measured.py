@@ -78,7 +78,7 @@ PLANS = (
 
 
 def charts(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return the planned charts for which the run has metrics, then one chart for every other metric.
+    """Return the charts of the plan for which the run has metrics, then one chart for every other metric.
 
     is_zero: True if all series are 0 in every step. has_band: True if the series has an interval (<key>/low to <key>/high).
     """
@@ -193,7 +193,7 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
     rows = catalog.tree(rollout)
     trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
     publishes = [s for s in trace if s.name == "publish" and "version" in s.arguments]
-    published = {s.arguments["version"]: s.end_s for s in publishes}  # reversed order: the first of several wins
+    published = {s.arguments["version"]: s.end_s for s in publishes}  # newest first: the earliest publish wins
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
     lives = Counter((row.agent, row.step, row.oldest) for row in rows)

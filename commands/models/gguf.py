@@ -66,7 +66,10 @@ class _Reader:
 
 
 def _numbers(content: bytes, at: int, kind: int, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Decode a tensor: step x scale, plus the block's minimum in Q4_1, whose low half-bytes are the first 16 steps."""
+    """Decode a tensor: step x scale, and in Q4_1 also plus the block's minimum.
+
+    In a Q4_1 block, the low half-bytes are the first 16 steps and the high half-bytes the other 16.
+    """
     num = math.prod(sizes)
     if kind == _F32:
         return np.frombuffer(content, "<f4", num, at).reshape(sizes)

@@ -2,7 +2,7 @@
 
     read and check -> [batch -> one step of each policy -> checkpoint if due]* -> runs/NAME/hf
 
-Every rank reads the file. The order of an epoch depends only on run.seed and its number, so resuming needs only the step.
+Every rank reads the file. The order of an epoch depends only on run.seed and the epoch's number, so resuming needs only the step.
 """
 
 from __future__ import annotations

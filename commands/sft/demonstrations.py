@@ -41,8 +41,9 @@ class Demonstration:
 class Demonstrations:
     """Contents of a file.
 
-    writers: agents in order, and "any" for lines without an agent; a sequence's agent is an index into this list.
-    notes: messages about skipped lines. sum: digest of the contents.
+    writers: agents in order, and "any" for lines without an agent; TrainSequence.agent is an index into this list.
+    notes: messages about skipped lines.
+    sum: digest of the file's contents.
     """
 
     lines: tuple[Demonstration, ...]
@@ -137,7 +138,7 @@ class _Reader:
         return {} if writer == "any" else self._config.agents[writer].template_options
 
     def _chat(self, row: Mapping[str, object], writer: str, renderer: ChatRenderer) -> tuple[IntArray, str]:
-        """Return (prompt, completion): all messages but the last, and the last, an assistant's, as the model would write it."""
+        """Return (prompt, completion). The completion is the last message, an assistant's, as the model would write it."""
         messages, tools = row["messages"], row.get("tools") or ()
         if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
             raise BadLine("messages: expected a list of {role, content}, where content is text")
