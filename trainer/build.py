@@ -1,4 +1,4 @@
-"""Assembly of a run from its settings, starting with what is most likely to fail, and its teardown.
+"""Assembly of a run from its settings, with the parts that fail most often first, and teardown of the run.
 
 rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
 all:     process groups, the warm start if no model is given, one learner and one weight sync per policy, the checkpoint
@@ -70,7 +70,7 @@ _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2":
 
 
 def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
-    """Return the config with rank 0's dtypes, as hosts may have different processors. Collective."""
+    """Return the config with rank 0's dtypes: auto could resolve differently on hosts with other processors. Collective."""
     dtypes = {name: policy.dtype for name, policy in config.policies.items()}
     return config.with_dtypes(json.loads(broadcast_bytes(json.dumps(dtypes).encode() if rank() == 0 else None)))
 
@@ -152,7 +152,10 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
 
 
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
-    """Return this rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
+    """Return this rank's part of the weight sync from a policy's learner to the policy's engines.
+
+    pool: the engines, on rank 0; None on other ranks.
+    """
     shape, sync = read_shape(model_dir), config.sync
     adapter, engines = config.policies[policy].adapter, None
     if pool is not None:
@@ -325,7 +328,7 @@ def open_pool(
 
     model: the policy's model directory.
     max_model_len: prompt and completion together, tokens.
-    deadline_s: timeout of a server's answer; None: callers do not wait.
+    deadline_s: timeout of a server's answer in seconds; None: no timeout, because callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:

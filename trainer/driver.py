@@ -1,4 +1,4 @@
-"""Part of a run on rank 0: rollout, evaluation, and the log of its steps."""
+"""The part of a run that only rank 0 does: rollout, evaluation, and the log of the steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the ru
 class Driver:
     """Driver of rollout and evaluation, on rank 0 only.
 
-    before, after: the evaluations before and after training; None until they have run. num_syncs: number of verified publishes.
+    before, after: evaluations before and after training; None until they have run.
+    num_syncs: number of verified publishes.
     """
 
     directory: RunDirectory

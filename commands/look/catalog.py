@@ -202,7 +202,7 @@ class Catalog:
             except FileNotFoundError:
                 return {}
             inode, num_read, num_lines, curves = self._curves
-            if inode != status.st_ino or status.st_size < num_read:  # the run was resumed, which removes the lines of lost steps
+            if inode != status.st_ino or status.st_size < num_read:  # a resumed run removes lost steps
                 num_read, num_lines, curves = 0, 0, {}
                 self.refused.pop(path.name, None)
             if status.st_size > num_read:

@@ -9,7 +9,7 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """Return (samples of a step by agent, whether these are upper bounds); without a bound, they are for one call per episode."""
+    """Return ({agent: samples of a step}, True if these are upper bounds). Else they assume one call per agent and episode."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }
@@ -22,8 +22,9 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
 
 
 def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """The arithmetic as lines of text: upper bounds of one step in the steady state of the pipeline. Fewer picks and shorter
-    completions give fewer tokens; prompts are not counted.
+    """Return the arithmetic as lines of text: upper bounds for one step, once the pipeline is full.
+
+    Steps with fewer samples or shorter completions have fewer tokens. Prompts are not counted.
     """
     rollout, trainer = config.rollout, config.trainer
     samples, is_bound = samples_of_a_step(config)
@@ -55,7 +56,7 @@ def _data_parallel(config: RunConfig, world_size: int) -> int:
 
 
 def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
-    """Reason why mpt.scope=batch cannot be used: an update's tokens would not fit into one micro-batch per rank."""
+    """Return why mpt.scope=batch cannot be used (an update may not fit into one micro-batch per rank); None if it can."""
     if config.mpt.scope != "batch":
         return None
     tokens = sum(samples_of_a_step(config)[0].values()) * config.rollout.max_response_tokens
@@ -69,8 +70,10 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Return the number of tokens of the policy's longest sequence: a prompt with its completion, over its agents, its adapters'
-    agents and the judge. For a teacher: the longest sequence that it scores.
+    """Return the number of tokens of the longest sequence that the policy must process.
+
+    A sequence is a prompt with its completion, of the policy's agents, the agents of its adapters, and the judge. For a teacher,
+    it is a sample that the teacher scores.
 
     Raises ValueError: no agent or judge has the policy.
     """

@@ -1,4 +1,4 @@
-"""Check that a run or engine can use its device. A GPU that PyTorch cannot see is an error, without fallback to the CPU."""
+"""Check that a run or engine can use its device. An installed GPU that PyTorch cannot see is an error: no fallback to the CPU."""
 
 from __future__ import annotations
 

@@ -88,9 +88,9 @@ def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a directory's model (config.json suffices), else of a published one by name.
+    """Return the shape of the model in a directory (config.json suffices), or of a published model, by name.
 
-    Raises ValueError: neither a directory nor a known name; lists the names.
+    Raises ValueError, with the known names, if `model` is neither a directory nor a known name.
     """
     if Path(model).is_dir():
         return read_shape(model, needs_weights=False)

@@ -11,12 +11,12 @@ from marsrl.trainer.config import RunConfig, SyncBackend
 
 
 def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
-    """Return the config with sync.backend=auto resolved, equally on all ranks, from the settings and the presence of GPUs.
+    """Return the config with sync.backend=auto resolved from the settings and the presence of GPUs, the same on all ranks.
 
-    Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part directly from its
-    GPU (nccl), even on one host. With files, one rank would gather the weights and copy them to the host's memory, and every
-    engine would read them: each time, the whole model would cross one GPU's link to the host. Without GPUs, or with
-    sync.directory, weights go through files (shm).
+    ipc: for engines on the trainer's GPUs, which map the trainer's memory.
+    nccl: for engines on GPUs of their own, even on the trainer's host. Each rank sends its shards directly from its GPU; with
+        files, the whole model would cross the link between one GPU and its host in every publish.
+    shm: through files, without GPUs, with rollout.placement=local, or with sync.directory.
     """
     if config.sync.backend != "auto":
         return config
@@ -27,9 +27,9 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 
 
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
-    """The placement as text: the ranks, each policy's engines, and the transport of weights.
+    """Return the placement as text: the ranks, each policy's engines, and the transport of weights.
 
-    Engines get this host's GPUs without a rank, policy by policy; Ray places the remaining engines on other hosts.
+    Engines get the GPUs of this host that no rank uses, policy by policy; Ray places the remaining engines on other hosts.
     """
     rollout, served, has_gpus = config.rollout, config.served_rollouts, host.num_gpus > 0
     lines = []
@@ -62,7 +62,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """Return the possible moves of rollout.rebalance as text. has_gpus: engines take GPUs; False: each takes one slot."""
+    """Return the moves of engines that rollout.rebalance could make, as text. has_gpus: engines take GPUs; False: a slot each."""
     policies_asked = {agent.policy for agent in config.agents.values()}
     pools = {name: pool for name, pool in config.served_rollouts.items() if name in policies_asked}
     takes = {name: {"GPU": pool.vllm.tensor_parallel if has_gpus else 1.0} for name, pool in pools.items()}

@@ -54,9 +54,12 @@ from marsrl.trainer.torchrun import is_rank_0
 class Checked:
     """Result of the checks: resolved settings that are consistent and match the files on disk. `task` has read its problems.
 
-    plan: batch sizes of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
-    end its completions, as text. warnings: likely mistakes. curators: policies used only by `marsrl curate`,
-    not by runs. dtypes: how auto was resolved, and why, as text.
+    plan: lines about the batch sizes of a step.
+    placement: lines that name the rank or engine of each GPU.
+    ends: for each policy, text that names the tokens that end its completions.
+    warnings: sentences about likely mistakes.
+    curators: policies that only `marsrl curate` uses.
+    dtypes: lines that tell which dtype each auto became, and why.
     """
 
     config: RunConfig
@@ -116,15 +119,16 @@ def preflight(
     given: Sequence[Problem] | None = None,
     began: RunConfig | None = None,
 ) -> Checked:
-    """Resolve and check the settings. Reads the data files, inspects the model directories, and briefly starts the user's
-    tools; starts nothing else.
+    """Resolve and check the settings before anything starts.
+
+    Reads the data files, inspects the model directories, and briefly starts the user's tools.
 
     trains: False if the team is only evaluated: no trainer uses the GPUs, and problems of data.eval suffice.
     given: problems to evaluate on, instead of those in the data files.
     began: settings of the run or evaluation to resume, whose dtypes are kept.
 
     Raises:
-        ValueError: settings, data or a model directory are invalid; the message has what was found and expected.
+        ValueError: settings, data or a model directory are invalid; the message gives the value found and the values expected.
         OSError: a file cannot be read.
     """
     import torch

@@ -19,10 +19,12 @@ from marsrl.trainer.config.read import ConfigError
 class RunProblems:
     """Problems to train and to evaluate on.
 
-    train: () for a task that generates them. held_out: problems to evaluate on; sets: the sets of data.eval, if that is a list.
-
-    num_skipped: skipped lines of data.train and data.eval (data.on_bad_line=skip). num_taken: training problems held out because
-    none are given for evaluation. warnings: about repeated questions, and placeholders as answers.
+    train: problems to train on; () for a task that generates them.
+    held_out: problems to evaluate on.
+    sets: the sets of data.eval, if that is a list.
+    num_skipped: number of skipped lines in data.train and data.eval (data.on_bad_line=skip).
+    num_taken: number of training problems that are held out, because no problems are given for evaluation.
+    warnings: sentences about repeated questions, and about answers that are placeholders.
     """
 
     train: Sequence[Problem]
@@ -39,9 +41,9 @@ def sources(task: str) -> tuple[str, str]:
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
-    """Return the problems of the files or the user's task, holding some out if none are given for evaluation.
+    """Return the problems of the files or the user's task; if none are given for evaluation, hold some out.
 
-    given: problems to evaluate on, instead of the files' (see preflight). Without training, these are enough.
+    given: problems to evaluate on, in place of those in the files (see preflight). Enough if nothing is trained.
     """
     data = read_data(config) if given is None else RunProblems((), given)
     train_source, eval_source = sources(config.task)
@@ -145,7 +147,7 @@ def hold_out(problems: Sequence[Problem], max_questions: int) -> tuple[Sequence[
 
 
 def check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> list[str]:
-    """Return a warning about problems without a reference answer; raise if no problem has one."""
+    """Return a warning if some problems have no reference answer; raise ConfigError if none has one."""
     judge, warnings = config.judge, list[str]()
     if judge is None:
         return warnings

@@ -23,7 +23,7 @@ _NUM_CHECKED = 64  # Prompts of a team's first agent to check, if all of them fi
 
 
 def renderer_of(config: RunConfig, policy: str) -> ChatRenderer:
-    """Return the chat renderer of a policy, also of one that is still to be warm-started."""
+    """Return the chat renderer of a policy; for a policy without a model, that of its warm start."""
     if (folder := config.policies[policy].directory) is not None:
         return ChatRenderer(folder)
     tutor = tutor_of(config)
@@ -103,10 +103,11 @@ def check_first_prompts(
     functions: Mapping[str, Sequence[ToolFunction]],
     num_problems: int,
 ) -> list[str]:
-    """Return warnings about first prompts longer than max_input_tokens, and about prompts that do not state the form of
-    answers; raise if all are too long and may not be cut.
+    """Return warnings about first prompts above max_input_tokens, and about prompts that do not state the form of answers.
 
-    num_problems: in the data; 0 if the task generates them.
+    num_problems: number of problems in the data; 0 if the task generates them.
+
+    Raises ConfigError if all prompts are too long and may not be cut.
     """
     if orchestration.plays_sessions:  # A program's prompts are unknown.
         return []

@@ -15,7 +15,7 @@ from marsrl.trainer.torchrun import is_rank_0
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
-    """The reason why sync.backend cannot run on a machine, or None."""
+    """Return why sync.backend cannot run on this machine, or None. has_cuda: PyTorch sees a GPU."""
     sync = config.sync
     key = f"sync.backend={sync.backend}"
     if sync.delta and sync.backend != "nccl":
@@ -39,7 +39,7 @@ def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
 
 
 def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
-    """Warnings about agents without top_p and top_k, for which vLLM's own sampler lists the whole vocabulary (docs/credit.md)."""
+    """Return warnings about agents without top_p and top_k: vLLM's sampler is slow to record their tokens (docs/credit.md)."""
     return [
         f"agents.{name} samples without top_p or top_k, but the engines of policies.{agent.policy} record the kept tokens "
         "at each position (loss.truncation=renormalise): vLLM's own sampler is slow at this; set top_p or top_k, or "
@@ -54,7 +54,7 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
 
 
 def stale_samples(config: RunConfig) -> list[str]:
-    """A warning if the loss treats samples of older versions as samples of the current one (docs/numerics.md)."""
+    """Return a warning if the loss treats samples of older versions as samples of the current one (docs/numerics.md)."""
     rollout, loss, most = config.rollout, config.loss, config.versions_old
     if not most or loss.correction != "none" or loss.old_policy == "sais":
         return []
@@ -71,7 +71,7 @@ def stale_samples(config: RunConfig) -> list[str]:
 
 
 def check_machine(config: RunConfig, host: TrainerHost) -> None:
-    """Check that engines and weight files can be where the config puts them, and vLLM's options if it is installed here."""
+    """Check that this machine supports the configured engines and weight files; if vLLM is installed, check its options."""
     import torch
 
     has_cuda, sync = torch.cuda.is_available(), config.sync
@@ -91,7 +91,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """Reasons why engines or trainer on that host reject these settings."""
+    """Return the reasons why engines or trainer on this host reject these settings."""
     by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
     files = (config.sync.directory or "/dev/shm") if by_files else None
     reasons = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
@@ -107,14 +107,14 @@ def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
 
 
 def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
-    """The vLLM options of each policy that vLLM serves."""
+    """Return the vLLM options of each policy that vLLM serves."""
     if config.rollout.engine != "vllm":
         return {}
     return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
 
 
 def engines_device(host: TrainerHost) -> str:
-    """Device of the engines: GPUs if rank 0 sees one."""
+    """Return the device of the engines: GPUs if rank 0 sees one, else the CPU."""
     return "cuda" if host.num_gpus else "cpu"
 
 
@@ -134,7 +134,7 @@ def ignored_settings(config: RunConfig) -> list[str]:
 
 
 def why_not_offloaded(config: RunConfig) -> str | None:
-    """The reason why a trained policy cannot be offloaded on this machine, or None."""
+    """Return why a trained policy cannot be offloaded on this machine, or None."""
     import torch
 
     for name, policy in config.trained_policies.items():

@@ -15,7 +15,7 @@ from marsrl.trainer.config.sections import LeagueConfig
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
-    """Raise ValueError if sections that are valid on their own contradict each other.
+    """Raise ValueError if sections of the config contradict each other; each section is already valid alone.
 
     trains: False for commands that train nothing; all policies may then be frozen.
     """
@@ -116,7 +116,7 @@ def _of_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> Iterato
 
 
 def _of_one_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> Iterator[str]:
-    """Refuse a judge or teacher policy that is trained, or whose engines also decode. askers: its other users."""
+    """Refuse a judge or teacher policy that is trained, or whose engines also decode. askers: keys of its other users."""
     policy = named_policy(config, key, name)
     key = f"{key} is {name!r}"
     if not policy.frozen:
@@ -171,7 +171,7 @@ def _of_external(config: RunConfig) -> Iterator[str]:
 
 
 def _of_counted(config: RunConfig) -> Iterator[str]:
-    """Refuse rollout.refill and data.rest where no group can count, or no problem can rest."""
+    """Refuse rollout.refill and data.rest with settings under which no group can count, or no problem can rest."""
     refill, problems = config.rollout.refill, config.rollout.prompts_per_step
     key = "data.rest" if refill is None else "rollout.refill"
     if not config.rewarded_agents:
@@ -260,7 +260,7 @@ def _of_chat(config: RunConfig, name: str, policy: PolicyConfig) -> Iterator[str
 
 
 def named_policy(config: RunConfig, key: str, name: str) -> PolicyConfig:
-    """Return the policy called `name`; ValueError names the setting `key` that refers to it."""
+    """Return the policy called `name`; a missing policy raises ValueError with the setting `key` that refers to it."""
     if name not in config.policies:
         raise ValueError(f"{key} is {name!r}; expected a name under `policies` ({', '.join(config.policies)})")
     return config.policies[name]

@@ -16,7 +16,7 @@ class LevelConfig(Settings):
 
     field: str = Field(description="field of the row; dots reach into nested objects (`metadata.level`)")
     keep: list[str | int | float | bool] = Field(min_length=1)
-    """values to keep; text ignores case; if the field is a list, one matching item is enough"""
+    """values to keep; case is ignored; if the field is a list, one matching item is enough"""
     missing: Fate = Field("drop", description="drop or keep rows without the field")
 
 
@@ -47,7 +47,7 @@ class CriterionConfig(Settings):
 
 
 class BestOfNConfig(Settings):
-    """Difficulty filter by the team's own answers: questions that it always or never solves have no gradient."""
+    """Difficulty filter by the team's own answers: questions that the team always or never solves give no gradient."""
 
     n: Count = Field(16, description="answers of the whole team to each question")
     keep: tuple[CountOr0, CountOr0] = (1, 11)

@@ -22,7 +22,7 @@ All keys. Set them in a YAML file given with `--config`, or as arguments `key.su
 
 
 def page_of(name: str) -> str:
-    """Return the docs page for a key (agents.<name>.top_p): the page that the key or its nearest section names."""
+    """Return the docs page of a key (agents.<name>.top_p): the page named in the text of the key or of its nearest section."""
     parts = name.split(".")
     around = (all_keys().get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     named = (re.search(r"docs/\w+\.md", key.meaning) for key in around if key is not None)
@@ -39,7 +39,7 @@ def help_line(message: str) -> str:
 
 
 def refusal(error: ValueError | OSError) -> str:
-    """Return what a command prints, after its name, about settings or files that it cannot use."""
+    """Return the text that a command prints, after its name, about settings or files that it cannot use."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return f"{error}{help_line(str(error))}"
@@ -63,7 +63,7 @@ def _lines(settings: dict[str, Any], above: tuple[str, ...], origin: ConfigOrigi
 
 
 def _scalar(value: Any) -> str:
-    """The value on one line, with terminal control characters escaped."""
+    """Return the value on one line, with terminal control characters escaped."""
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=False)
     return text.removesuffix("...\n").rstrip("\n")
 
@@ -92,7 +92,7 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
         lines += [
             f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
             for short, meaning in shown
-            if short in value  # A section with several kinds lacks the keys of its other kinds.
+            if short in value  # The value of a section with kinds has only the keys of one kind.
         ]
     elif isinstance(value, dict) and value:
         lines += [f"  {line}" for line in _lines(value, (), None)]

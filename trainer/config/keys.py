@@ -22,8 +22,12 @@ Schema = Mapping[str, Any]
 class Key:
     """A setting or a section.
 
-    name: dotted, with `<name>` for names chosen by the user; kind: type as text; default: as text, "" if required or a section;
-    below: model names of a section, several if it has kinds; free: True if the user chooses the section's keys.
+    name: dotted key, with `<name>` for names chosen by the user.
+    kind: the type as text.
+    default: the default as text; "" for a section, and for a setting without a default.
+    meaning: the setting's description.
+    below: names of a section's models; several if the section has kinds.
+    free: True if the user chooses the section's keys.
     """
 
     name: str
@@ -64,7 +68,7 @@ def _model(name: str) -> Schema:
 
 
 def _models(field: Schema) -> list[str]:
-    """Return the models of a field: its own, that of an optional, of a mapping's values, or one per kind of a section."""
+    """Return the names of the models in a field's type; several if the section has kinds."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
     parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), _values(field)]
@@ -72,7 +76,7 @@ def _models(field: Schema) -> list[str]:
 
 
 def _values(field: Schema) -> Any:
-    """Return the schema of a mapping's values, with any keys or keys that match a pattern; None for other fields."""
+    """Return the schema of a mapping's values, whether its keys are free or must match a pattern; None for other fields."""
     return next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
 
 
@@ -82,7 +86,7 @@ def _kind(model: str) -> str:
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Yield each key once, naming its kinds unless all kinds have it, and its defaults by kind if they differ."""
+    """Yield each key once. Its meaning names the kinds that have it, unless all do; a default that differs is given per kind."""
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
         first = next(iter(having.values()))
@@ -102,7 +106,7 @@ def as_key(where: Sequence[str]) -> str:
     for part in where:
         is_extra = (
             f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()
-        )  # Section with fixed and free keys.
+        )  # The section has fixed and free keys.
         is_named = is_extra or (name in all_keys() and all_keys()[name].free)
         name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
     return name

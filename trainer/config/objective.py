@@ -19,31 +19,32 @@ class CreditConfig(Settings):
     """Conversion of a sample's reward to its advantage (docs/credit.md)."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std", "step"] = "group"
-    """samples whose mean and std normalise a reward. group: its group; agent: its agent's calls for the problem (Dr. MAS);
-    global: all agents' calls; agent_mean, agent_std: that statistic per agent, the other global; trajectory: an episode's
-    mean reward against the problem's other episodes (the GRPO baseline of Dr. MAS); step: its agent's samples for all problems of
-    the step. Includes all policies and untrained agents; an agent's samples of one session (orchestration=external) count as
-    one"""
+    """samples whose mean and standard deviation normalise a reward. group: the sample's group; agent: the agent's calls for the
+    problem (Dr. MAS); global: all agents' calls for the problem; agent_mean, agent_std: the mean, or the deviation, as in agent,
+    and the other as in global; trajectory: the episode's mean reward is compared with the problem's other episodes (the GRPO
+    baseline of Dr. MAS); step: the agent's samples for all problems of the step. Samples of all policies and of untrained agents
+    count; the samples of an agent in one session (orchestration=external) count as one"""
     std: Literal["biased", "unbiased", "none"] = "biased"
-    """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and the
-    mean is that of the other rewards (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
+    """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and each
+    reward is compared with the mean of the others (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
     turns: Literal["sample", "returns"] = "sample"
-    """what the turns of a sample share. sample: one advantage; returns: each has its own, by its reward and those after it,
-    compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
+    """advantages of a sample's turns. sample: all turns share one; returns: each turn has its own, from its reward and the later
+    ones, compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
-    """outcome: each sample's reward is the mean correctness of the final samples that descend from it"""
+    """agentic: each sample keeps its own reward; outcome: a sample's reward is the mean correctness of the final samples that
+    descend from it"""
     train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
-    """agents to train; the others still generate, are rewarded and enter the statistics (for a Solver alone, set
+    """agents to train; the others still generate, get rewards and count in the statistics (to play only a Solver, set
     orchestration=solver)"""
     count_zero_groups: bool = Field(True, description="count samples of groups with equal rewards in the denominator")
     balance: Annotated[Literal["off", "uniform"], OFF] = "off"
-    """uniform: train exactly rollout.group_size samples of each agent for a problem, drawn from more or repeated from fewer,
-    after advantages are computed (MARS)"""
+    """uniform: train exactly rollout.group_size samples of each agent for a problem: draw from more, repeat fewer; advantages are
+    computed before (MARS)"""
     denominator: Literal["all", "agent"] = "all"
-    """tokens (or samples) that divide the loss: those of all trained agents, or of each agent separately, whose means are then
-    added"""
+    """tokens (or samples) that divide the loss. all: those of all trained agents; agent: each agent's loss is divided by that
+    agent's own, and these means are added"""
 
     @model_validator(mode="after")
     def _std_has_a_set(self) -> CreditConfig:
@@ -96,19 +97,20 @@ class LossConfig(Settings):
     """Clipped surrogate per token, and its average over tokens (docs/credit.md)."""
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
-    """token: mean over all tokens (DAPO); sequence: mean of per-sample means (GRPO; MarsRL, equation 2), where n samples of one
-    agent and session weigh 1/n each; sequence_sum_constant: mean of per-sample sums divided by rollout.max_response_tokens (Dr.
-    GRPO's constant length, but not its advantages without std)"""
+    """token: mean over all tokens (DAPO); sequence: mean of per-sample means (GRPO; MarsRL, equation 2), in which n samples of
+    one agent and session weigh 1/n each; sequence_sum_constant: mean of per-sample sums divided by rollout.max_response_tokens
+    (as in Dr. GRPO, which also needs credit.std=none)"""
     old_policy: Literal["pois", "sais", "recompute"] = "pois"
-    """source of the ratio's old log-probs. pois: weights at the step's start, with no extra pass for the first update (ratio 1;
-    UloRL); sais: log-probs recorded while decoding, per segment; recompute: a forward pass at the step's start"""
+    """source of the ratio's old log-probs. pois: the weights at the step's start; the first update needs no extra pass, as its
+    ratio is 1 (UloRL); sais: the log-probs that the engine recorded for each segment; recompute: a forward pass at the step's
+    start"""
     clip_low: Share = Field(0.2, description="no gradient where A < 0 and the ratio is below 1 - clip_low")
     clip_high: float = Field(0.2, ge=0)
     """no gradient where A > 0 and the ratio is above 1 + clip_high; values above clip_low (DAPO: 0.28) keep entropy up"""
     dual_clip: float | None = Field(None, gt=1)
     """lower bound dual_clip x A of the surrogate where A < 0 (arXiv:1912.09729); must exceed 1 + clip_high; null: off"""
     ratio: Literal["token", "sequence"] = "token"
-    """ratio per token, or the geometric mean over the sample (GSPO; needs a far smaller clip range)"""
+    """token: a ratio per token; sequence: the geometric mean over the sample (GSPO; needs a far smaller clip range)"""
     kind: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate; cispo: A log p times the clipped, detached ratio, so every token keeps its gradient"""
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
@@ -117,26 +119,28 @@ class LossConfig(Settings):
     bounds. For engines that round differently from the trainer, and for old samples (docs/numerics.md)"""
     correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
     correction_high: float | None = Field(None, gt=0)
-    """upper bound of d; tis also applies it to the KL term's p / p_rollout; default: 2 (tis, sequence_mask), 5 (icepop)"""
+    """upper bound of d in loss.correction; tis also applies it to the KL term's p / p_rollout; default: 2 (tis, sequence_mask), 5
+    (icepop)"""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """estimator of KL(policy || policies.<name>.reference) from x = log p - log p_reference: k1: x, k2: x^2 / 2 (biased), k3:
-    e^-x + x - 1; times p / p_rollout, because older weights may have sampled the token. The value is logged and is that of the
-    KL term. All three have the same gradient, p / p_rollout times x, which in expectation is that of the KL (docs/credit.md)"""
+    """estimator of KL(policy || policies.<name>.reference) from x = log p - log p_reference. k1: x; k2: x^2 / 2 (biased); k3:
+    e^-x + x - 1. Each is multiplied by p / p_rollout, because older weights may have sampled the token. The choice affects the
+    logged value and the loss value; the gradient is the same for all: x times p / p_rollout, in expectation the gradient of the
+    KL (docs/credit.md)"""
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is only logged")
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a KL term per token; reward: subtract kl_coef times log p_rollout - log p_reference from the advantages, summed over
-    a token and the later ones of its sample, minus a mean, after normalisation and without gradient; loss.kl is then only
-    logged. Tokens of older weights bias reward, but not loss (docs/numerics.md)"""
+    """loss: add a KL term per token; reward: after normalisation, subtract from each token's advantage kl_coef times the sum of
+    log p_rollout - log p_reference over this and the later tokens of the sample, less a mean over other samples; no gradient
+    flows through it, and loss.kl is only logged. Tokens of older weights bias reward, but not loss (docs/numerics.md)"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats per token; unless 0, samples with advantage 0 are trained too"""
     truncated: Literal["train", "mask"] = "train"
-    """samples cut at their maximum length. train: as all others, with reward 0; mask: no gradient and not in the denominator, but
-    still in their group's reward statistics (DAPO's overlong filtering)"""
+    """samples cut at their maximum length. train: train them like any other, with reward 0; mask: they have no gradient and do
+    not count in the denominator, but still count in their group's reward statistics (DAPO's overlong filtering)"""
     truncation: Literal["refuse", "renormalise"] = "refuse"
     """trained agents with top_p below 1 or a top_k. refuse: reject the config; renormalise: take log-probs over the tokens that
     the sampler kept at each position, which the engine records"""
     max_support: Tokens = 1024
-    """renormalise: most tokens that top_p of a trained agent keeps at a position (the likeliest)"""
+    """renormalise: largest number of tokens that top_p keeps at a position (the likeliest ones)"""
 
     @model_validator(mode="after")
     def _correction_corrects(self) -> LossConfig:
@@ -154,7 +158,7 @@ class LossConfig(Settings):
 
     @property
     def upper_bound(self) -> float:
-        """correction_high, or its default."""
+        """Upper bound of d: correction_high, or its default."""
         return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)
 
     def why_not(self, agents: Mapping[str, AgentConfig]) -> Iterator[str]:
@@ -184,8 +188,8 @@ class MptConfig(Settings):
     probability: float = Field(0.99, gt=0, le=1)
     """tokens with at least this probability are well mastered, and masked where the gate is open"""
     entropy: float = Field(0.2, gt=0)
-    """nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for a model that starts
-    below it"""
+    """mean entropy in nats below which a positive sample masks its well-mastered tokens; set it lower for a model whose entropy
+    starts below it"""
     temperature: Literal["sampling", 1] = "sampling"
     """temperature of the probability and the entropy: the agent's sampling temperature, as in the loss, or 1"""
     success: float = Field(1.0, gt=0, le=1)

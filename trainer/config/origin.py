@@ -25,7 +25,7 @@ class ConfigError(ValueError):
 
 
 def refuse(reason: str | None) -> None:
-    """Raise ConfigError with this reason; nothing for None."""
+    """Raise ConfigError with this reason; do nothing if it is None."""
     if reason is not None:
         raise ConfigError(reason)
 
@@ -34,7 +34,9 @@ def refuse(reason: str | None) -> None:
 class Layer:
     """One source of settings: a preset, the user's file, or the command line.
 
-    label: for messages; file: its path, None for the command line; settings: nested, as OmegaConf merges them;
+    label: name of the source in messages.
+    file: path of the file; None for the command line.
+    settings: nested settings, as OmegaConf merges them.
     places: dotted key -> "my.yaml:12", sections included.
     """
 
@@ -61,7 +63,7 @@ def layer_of_file(path: Path, label: str) -> Layer:
 
 
 def layer_of_words(words: Sequence[str], label: str) -> Layer:
-    """Return the settings given as words `key.sub=value`; ConfigError for a malformed word. label: where they were given."""
+    """Return the settings given as words `key.sub=value`; ConfigError for a malformed word. label: source, for messages."""
     check_words(words)
     for word in words:
         if "=" not in word[1:]:
@@ -107,7 +109,7 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
-        if key.value == "<<":  # Merged keys come first: explicit keys override them.
+        if key.value == "<<":  # Keys merged by << are yielded first, because explicit keys override them.
             yield from _keys(value, prefix)
             continue
         yield prefix + str(key.value), key.start_mark.line + 1
@@ -131,7 +133,7 @@ class ConfigOrigin:
 
     @property
     def places(self) -> dict[str, str]:
-        """Dotted key -> where it was last set."""
+        """Dotted key -> file and line, or other source, that set it last."""
         return {key: place for layer in self.layers for key, place in layer.places.items()}
 
     def place(self, key: Sequence[str]) -> str:
@@ -140,14 +142,14 @@ class ConfigOrigin:
         return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
 
     def with_places(self, message: str) -> str:
-        """Append to the message where each setting that it names was set; defaults have no place.
+        """Append to the message the file and line of each setting that the message names, except defaults.
 
-        The message may shorten a key to the part below its policy or agent: layout.tensor for policies.<name>.layout.tensor.
+        The message may name a setting by the end of its key: layout.tensor for policies.<name>.layout.tensor.
         """
         places = self.places
         mentioned = _KEY.findall(message)
         first = _FIRST_WORD.match(message)
-        # The line of a whole section, such as `rollout`, is not worth showing.
+        # A message about a whole section, such as `rollout`, needs no line.
         is_section = first and any(key.startswith(f"{first[0]}.") for key in places)
         if first and not is_section:
             mentioned.insert(0, first[0])

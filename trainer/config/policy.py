@@ -109,29 +109,29 @@ class PolicyConfig(Settings):
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full_but_attention", "full", "full_offload"] = "none"
-    """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
-    layer, from its input; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the inputs in
-    CPU memory (GPU only)"""
+    """activations that the backward pass recomputes. selective: norms, and the activation function of MLP or experts; full:
+    whole layers, from their inputs; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the
+    layers' inputs in CPU memory (GPU only)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
     """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False
     """on a GPU, attention and embedding accumulate gradients in a fixed order, which needs more memory with flash-attn
     (docs/plan.md); CPUs are always deterministic"""
     router_aux_loss: float = Field(0.0, ge=0)
-    """coefficient of the MoE load-balancing loss over all tokens of an update on all ranks, without padding; above 0, an update
-    of several micro-batches needs an extra forward pass to count tokens per expert, unless the old log-probs' pass has counted
-    them (docs/numerics.md)"""
+    """coefficient of the MoE load-balancing loss over all tokens of an update on all ranks, without padding. If it is above 0, an
+    update of several micro-batches takes an extra forward pass to count tokens per expert, unless the pass for the old log-probs
+    has counted them (docs/numerics.md)"""
     reference: str = "none"
     """reference weights of loss.kl, on the same ranks: none | start (the initial weights) | HF directory | past (an earlier
     version of this policy, see reference_every; docs/credit.md)"""
     reference_every: int | None = Field(None, gt=0)
-    """past: versions between refreshes; the reference is the newest version that is a multiple, and before it the initial
-    weights"""
+    """reference=past: number of versions between refreshes; the reference is the newest version that is a multiple of it, and the
+    initial weights before the first"""
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)
     """engine replicas of this policy; default: rollout.engines"""
     vllm: VllmOptions | None = Field(None, description="overrides rollout.vllm, key by key, for this policy's engines")
     frozen: bool = False
-    """never trained: no learner, no weight sync; its engines keep `model` (docs/frozen_policies.md)"""
+    """do not train this policy: no learner and no weight sync; the engines keep `model` (docs/frozen_policies.md)"""
     engine: Literal["openai"] | None = None
     """openai: an OpenAI-compatible server answers (frozen policies only); `model` then gives the tokenizer, except with
     openai.api=chat; default: rollout.engine"""

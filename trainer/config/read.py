@@ -40,9 +40,9 @@ def read_config(
     """Return the checked settings, and their layers.
 
     The layers are the task's preset, the one that `preset` names, the file and the words; later ones win. Mappings are merged key
-    by key, lists are replaced. `preset: none` inherits nothing. A layer that makes a choice drops the settings of lower layers
-    for other choices (_of_other_choices). A policy that only a preset defines is dropped if no agent uses it, so that users who
-    set policies for all agents do not get the preset's as well.
+    by key, lists are replaced. `preset: none` inherits nothing. A layer that chooses an orchestration, an engine or a section's
+    kind drops the settings that lower layers give for other choices (_of_other_choices). A policy that only a preset defines is
+    dropped if no agent uses it: users who set a policy for every agent do not get the preset's policies as well.
 
     path: a YAML file or the name of a shipped preset; None: no file.
     overrides: words `key.sub=value`, later ones win; values are YAML.
@@ -103,7 +103,7 @@ def _read_preset(name: str) -> Layer:
 
 
 def _inherited(user_layers: Sequence[Layer]) -> list[Layer]:
-    """Return the presets below the user's layers, lowest first; a default preset that is one of these layers is left out."""
+    """Return the presets below the user's layers, lowest first, without a default preset that is itself a user layer."""
     named, layers = _last(user_layers, "preset"), list(user_layers)
     if named == "none":
         return []
@@ -150,8 +150,8 @@ def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> Non
 def _absolute(value: Any, name: str, folder: Path) -> Any:
     """Return the path or paths of a setting called `name`, made absolute.
 
-    Unchanged: malformed values, which the models reject; words that a key allows in place of a path; and names of models that are
-    not on disk (Qwen3-8B for `marsrl plan`; Qwen/Qwen3-8B, for which read_shape's error says how to get it).
+    Three kinds of values stay unchanged: malformed ones, which the models reject; words that a key allows in place of a path; and
+    names of models that are not on disk (Qwen3-8B for `marsrl plan`; Qwen/Qwen3-8B, which read_shape rejects with advice).
     """
     if isinstance(value, list):
         return [_absolute(item, name, folder) for item in value]
@@ -177,7 +177,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
-    """Remove settings of other choices if only layers below the one that makes the choice set them."""
+    """Remove settings for choices other than the one made, if only layers below the layer that made the choice set them."""
     for choice, section, others in list(_of_other_choices(merged)):
         makers = [i for i, layer in enumerate(origin.layers) if choice in layer.places]
         settings = _section(merged, section)
@@ -187,9 +187,9 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 
 
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield (key of a choice, section, keys in it that belong to other choices); the models check malformed values.
+    """Yield (key of a choice, section, keys of that section that belong to other choices). The models check malformed values.
 
-    Choices: an orchestration has its agents, a section with kinds has the keys of one kind, rollout.engine has a section.
+    The choices are orchestration (with its agents), the kind of a section (with its keys), and rollout.engine (with its section).
     """
     if (agents := _team(merged.get("orchestration"))) is not None:
         others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)}

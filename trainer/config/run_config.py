@@ -40,11 +40,11 @@ Asker = TypeVar("Asker", AgentConfig, JudgeConfig)
 
 class RunConfig(Settings):
     preset: Literal["none"] = "none"
-    """built-in preset to inherit from, in addition to the task's; none: inherit nothing (the resolved config always has none)"""
+    """built-in preset to inherit from, in addition to the task's; none: inherit nothing (a resolved config always says none)"""
     run: RunSection = RunSection()
     task: str = "arithmetic"
-    """arithmetic; math: problems of data.train; qa: questions; reasoning_gym: its generators and scorers; or your own,
-    FILE.py:CLASS (docs/own_task.md)"""
+    """arithmetic; math: problems of data.train; qa: questions to answer by search; reasoning_gym: generators and scorers of that
+    library; or your own, FILE.py:CLASS (docs/own_task.md)"""
     task_options: dict[str, OptionValue] = Field(default_factory=dict)
     """for math, reasoning_gym and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
     data: DataConfig = DataConfig()
@@ -82,7 +82,7 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """True if all samples of a rollout instance must be trained in one step, because their credit depends on each other."""
+        """True if a step must train all samples of a rollout instance together, because their advantages depend on each other."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise not in ("group", "step") or self.credit.reward_scheme == "outcome" or needs_outcome
@@ -123,7 +123,7 @@ class RunConfig(Settings):
 
     @property
     def counted_agent(self) -> str | None:
-        """Agent whose groups rollout.refill and data.rest count; None: they count rollout instances, which train as a whole."""
+        """Agent whose groups rollout.refill and data.rest count; None: they count whole rollout instances."""
         return None if self.has_whole_instances else self.rewarded_agents[0]
 
     @property
@@ -146,7 +146,7 @@ class RunConfig(Settings):
         return calls * self.rollout.segments - 1 + (overlap + 1 if overlap else 0)
 
     def rollout_of(self, policy: str) -> RolloutConfig:
-        """Return `rollout` with the `engines` and `vllm` of the policy, or of its base, whose engines it uses."""
+        """Return `rollout` with `engines` and `vllm` of the policy; an adapter uses the engines of its base."""
         served = self.policies[self.policies[policy].base or policy]
         return self.rollout.model_copy(
             update={"engines": served.engines or self.rollout.engines, "vllm": served.vllm or self.rollout.vllm}
@@ -154,7 +154,7 @@ class RunConfig(Settings):
 
     @property
     def max_kept(self) -> dict[str, int]:
-        """Most tokens that the sampler keeps at a position, by trained agent with top_p or top_k."""
+        """{agent: largest number of tokens that the sampler keeps at a position}, for trained agents with top_p or top_k."""
         return {
             name: self.loss.max_support
             for name, agent in self.agents.items()
@@ -173,7 +173,7 @@ class RunConfig(Settings):
         return self.model_copy(update={"agents": agents, "judge": self.judge and counted(self.judge)})
 
     def records_of(self, policy: str) -> Records:
-        """Return what the policy's engines record of each token besides its log-prob."""
+        """Return the values that the policy's engines record for each token besides the log-prob."""
         return Records(
             kept_tokens=any(self.agents[name].policy == policy for name in self.max_kept),
             experts=policy in self.trained_policies and self.trainer.router_replay == "rollout",
@@ -195,7 +195,7 @@ class RunConfig(Settings):
         return tuple(policy.adapter for policy in policies if policy is not None and policy.adapter is not None)
 
     def past_adapters(self, pool: str) -> dict[str, AdapterConfig]:
-        """Return the slots for past adapters in the engines of `pool`, by name (league)."""
+        """Return {slot name: adapter} of the slots for past adapters in the engines of `pool` (league)."""
         league = self.league
         if league is None or league.policy not in self.policies_in(pool):
             return {}

@@ -26,7 +26,7 @@ OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Undo YAML's reading of the word off as false, for `mpt.scope=off`."""
 
 
-MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy seeds are 32 bits.
+MOST_SEED = 2**31 - 1  # Megatron adds to the seed, and NumPy seeds have 32 bits.
 
 
 class RunSection(Settings):
@@ -37,8 +37,9 @@ class RunSection(Settings):
     steps: Count = Field(32, description="training steps, each of trainer.updates_per_step optimizer steps")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="seed of all random number generators of the run")
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: a GPU, or the CPU if there is none; a GPU that PyTorch cannot see is an error; cuda: no GPU is an error; cpu:
-    ignore a GPU that PyTorch cannot see (hide one that it can: CUDA_VISIBLE_DEVICES=-1; docs/install.md)"""
+    """auto: the GPU, or the CPU on a machine without one; a GPU that PyTorch cannot see is an error; cuda: a missing GPU is an
+    error; cpu: ignore a GPU that PyTorch cannot see (to hide a GPU that PyTorch can see, set CUDA_VISIBLE_DEVICES=-1;
+    docs/install.md)"""
     resume: Annotated[Literal["off", "auto", "previous"], OFF] = "off"
     """auto: continue from the latest checkpoint of run.name, or stop if it is damaged; previous: fall back to the newest intact
     one (docs/faults.md)"""
@@ -57,9 +58,9 @@ class RunSection(Settings):
     """write checkpoints in the background from copies in CPU memory (weights and optimizer state); a crash loses the one being
     written"""
     silence_s: float = Field(SILENCE_S, gt=0, le=LONGEST_S)
-    """seconds without a heartbeat after which a rank or engine counts as lost: a rank ends the run, an engine is replaced"""
+    """seconds without a heartbeat after which a rank or engine is lost: a lost rank ends the run, a lost engine is replaced"""
     token_log_every: CountOr0 = 10
-    """steps between those whose single tokens are logged for `marsrl view` (docs/view.md); 0: none"""
+    """steps between logs of single tokens for `marsrl view` (docs/view.md); 0: none"""
     token_log_groups: Count = 1
     """groups of each agent whose tokens are logged in such a step, at most 32 MiB together"""
     prometheus_port: int = Field(0, ge=0, le=65535)
@@ -83,15 +84,15 @@ class DataConfig(Settings):
     """field with the answer; default: detected in the first line (answer, solution, reward_model.ground_truth, ...; see
     docs/data.md)"""
     rest: CountOr0 = 0
-    """epochs; a problem whose groups had no spread (docs/credit.md) is passed over for 1 epoch, then 2, 4, ... up to this, until
-    they have; 0: off"""
+    """largest number of epochs for which a problem rests: while its groups have no spread (docs/credit.md), it is left out for 1
+    epoch, then 2, 4, ... up to this; 0: off"""
     demonstrations: str | None = None
     """jsonl or json file of outputs to imitate, for marsrl sft (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"
     """for a line of a data file without a problem or demonstration: stop with an error, or skip and count it"""
     on_placeholder: Literal["skip", "keep"] = "skip"
-    """for a problem whose answer is a placeholder (proof, notfound, N/A), which a policy could learn to repeat: skip and count
-    it, or keep it (docs/data.md)"""
+    """for a problem whose answer is a placeholder (proof, notfound, N/A): skip and count it, because a policy could learn to
+    repeat the placeholder, or keep it (docs/data.md)"""
 
     def why_not(self, task: str) -> Iterator[str]:
         """Yield a refusal of problem files if the task generates its problems."""
@@ -119,7 +120,7 @@ class SftConfig(Settings):
     stop_loss: float | None = Field(None, gt=0)
     """end after the first epoch with a held-out loss below this (nats per token); with stop_accuracy: both are needed"""
     stop_accuracy: float | None = Field(None, gt=0, le=1)
-    """end after the first epoch in which at least this share of held-out tokens has more than half of the probability"""
+    """end after the first epoch in which the model gives at least this share of held-out tokens a probability above 0.5"""
 
     @model_validator(mode="after")
     def _can_stop(self) -> SftConfig:
@@ -135,12 +136,12 @@ class TrainerConfig(Settings):
     """Computation of a step's batch, and when the run stops early (docs/troubleshooting.md)."""
 
     max_tokens_per_micro_batch: Tokens = 16384
-    """tokens in a micro-batch of a rank (of all ranks of layout.context together), prompts included; at least the longest prompt
-    plus its completion; more is faster and takes more memory, and does not change gradients"""
+    """largest number of tokens in a micro-batch of a rank (of all ranks of layout.context together), prompts included; must hold
+    the longest prompt with its completion; larger is faster and takes more memory; gradients stay the same"""
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
-    """experts that training reuses: from a forward pass with the step's starting weights (recompute, R2), or from decoding
-    (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs; docs/numerics.md)"""
+    """expert choices that training repeats. recompute: those of a forward pass with the step's starting weights (R2); rollout:
+    those made in decoding (R3; recorded by rollout.engine=local, and by vllm on GPUs; docs/numerics.md)"""
     max_bad_steps: Count = 3
     """consecutive steps with a non-finite loss or gradient after which the run stops"""
     max_empty_steps: Count = 20
@@ -161,12 +162,12 @@ class SyncConfig(Settings):
     processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on their own GPUs, and shm without GPUs,
     with placement=local, or if sync.directory is set"""
     cpu_twin: bool = False
-    """run without CUDA: nccl over gloo, ipc over a file in /dev/shm (for testing the path, slow)"""
+    """test nccl and ipc without CUDA: nccl over gloo, ipc over a file in /dev/shm (slow)"""
     bucket_mib: int = Field(256, gt=0, le=MOST_MIB)
     """nccl, ipc: MiB per transfer; each side allocates one such buffer"""
     delta: bool = False
-    """nccl: send only the changes since the previous version if they are smaller; each rank keeps a second copy of its weights
-    (docs/weight_sync.md)"""
+    """nccl: send only the changes since the previous version, if that takes fewer bytes; each rank keeps a second copy of its
+    weights (docs/weight_sync.md)"""
     host: str | None = None
     """address of trainer rank 0 as seen from the engines' hosts, for nccl, ipc and rollout.ray_address=here; default: detected
     from the route to the Ray cluster, MASTER_ADDR or the default route"""
@@ -202,9 +203,10 @@ class LeagueConfig(Settings):
     policy: str = Field("main", description="policy with an adapter, of the two agents that play each other")
     every: Count = Field(20, description="versions between kept ones; version 0 is kept too")
     size: Count = 8
-    """most opponents of an evaluation, each in a slot of the engines; beyond it the distance between kept versions doubles"""
+    """largest number of opponents of an evaluation, each in a slot of the engines; with more versions, the distance between kept
+    versions doubles"""
     games: Count = 32
-    """games against each opponent in each of the two roles; they take the held-out problems in turn"""
+    """games against each opponent in each of the two roles; the held-out problems are used in order, repeatedly if needed"""
 
     @property
     def slots(self) -> tuple[str, ...]:

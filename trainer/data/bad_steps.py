@@ -29,19 +29,19 @@ class BadBatch:
 
     step: int
     policy: str
-    version: int  # the weights' version
+    version: int  # policy version of the weights
     loss: float
     grad_norm: float
     sequences: tuple[TrainSequence, ...]
 
     @property
     def suspects(self) -> list[str]:
-        """Samples with a non-finite input; empty if the number arose in the model."""
+        """Samples with a non-finite input; empty if the non-finite value arose in the model."""
         return [s.uid for s in self.sequences if not _is_finite(s)]
 
     @property
     def problem(self) -> str:
-        """Problem of the batch, in one line."""
+        """Cause of the skipped update, in one line."""
         named = f"; not finite in the data of {', '.join(self.suspects[:4])}" if self.suspects else ""
         return f"loss {self.loss}, gradient norm {self.grad_norm} of policy {self.policy}{named}"
 

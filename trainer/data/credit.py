@@ -27,7 +27,7 @@ from marsrl.trainer.data.turns import turn_advantages
 
 
 def why_not(config: RunConfig) -> str | None:
-    """Return why no sample could have a gradient, through an advantage or through a KL or entropy term; None if some can."""
+    """Return why no sample can have a gradient, neither from its advantage nor from a KL or entropy term; None if some can."""
     credit, loss = config.credit, config.loss
     if config.teachers:
         return None
@@ -50,18 +50,19 @@ def why_not(config: RunConfig) -> str | None:
 class Credited:
     """A step's samples with their credit, for all agents or for one policy's agents.
 
-    A group of two, one right and 3 tokens long, the other wrong and 2:
+    Example: a group of two samples, one right with 3 tokens, one wrong with 2:
 
         Credited((group,), (sequence, other), counted={"000017/solver:0": 3, "000017/solver:1": 2},
                  advantages={"000017/solver:0": 1.0, "000017/solver:1": -1.0})
 
-    groups: every group, trained or not, with its credited rewards (the outcomes under that credit.reward_scheme).
-    sequences: the trained samples with a gradient. counted: number of sampled tokens, by uid, of each trained sample in the
-    loss's denominator (those with a reward; of zero-spread groups if credit.count_zero_groups).
-    copies: weight of a sample in gradient and denominator, by uid, if not 1 (credit.balance).
-    advantages: of every trained sample with a reward, by uid, for the samples log.
-    masked: uids of samples that would be trained if they had not been cut (loss.truncated=mask).
-    turns: advantages of each turn, by uid, with credit.turns=returns; `advantages` then has the one farthest from 0.
+    groups: every group, trained or not, with the rewards that credit uses (outcomes, with credit.reward_scheme=outcome).
+    sequences: the trained samples with a gradient.
+    counted: {uid: number of sampled tokens} of the samples in the loss's denominator: trained samples with a reward, and those of
+        groups without spread only with credit.count_zero_groups.
+    copies: {uid: weight in gradient and denominator}, for weights other than 1 (credit.balance).
+    advantages: {uid: advantage} of every trained sample with a reward, for the samples log.
+    masked: uids of samples that are not trained only because they were cut (loss.truncated=mask).
+    turns: {uid: advantage of each turn} with credit.turns=returns; `advantages` then has the value farthest from 0.
     """
 
     groups: tuple[Group, ...] = ()
@@ -74,11 +75,11 @@ class Credited:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the denominator."""
+        """Number of tokens in the loss's denominator."""
         return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
-        """Return the part of these agents; nothing is recomputed."""
+        """Return the credit of these agents' samples, without computing it again."""
         groups = tuple(group for group in self.groups if group.agent in agents)
         uids = {sample.uid for group in groups for sample in group.samples}
         return Credited(
@@ -106,16 +107,16 @@ def credit(
 ) -> Credited:
     """Compute advantages of all samples, and select the sequences to pack.
 
-    groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
-        outcomes. If programs play, an agent's samples of one session count there as one (Sample.session_id).
+    groups: finished groups of all agents and policies, trained or not: all count in the statistics of credit.normalise and in
+        the outcomes. If programs play, an agent's samples of one session count as one (Sample.session_id).
     agents: every agent of the team in order; a sequence's agent index is the position here.
     success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
         above 0.
     keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
-    masks_truncated: leave samples that were cut (Finish.LENGTH) out of sequences, denominator and credit.balance, not out of the
-        statistics of rewards (loss.truncated; arXiv:2503.14476, section 3.4).
+    masks_truncated: leave samples that were cut (Finish.LENGTH) out of sequences, denominator and credit.balance; they still
+        count in the statistics of rewards (loss.truncated; arXiv:2503.14476, section 3.4).
     group_size: number of samples per agent and rollout instance under credit.balance, drawn by `seed`.
-    teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
+    teacher_logprobs: {uid: [N] log-probs under the teacher, nats} of the completions of samples whose agents have teachers.
 
     A teacher adds its part (_teachers_parts) to the advantage of each token. It affects neither rewards nor the statistics of
     groups, nor whether a sample is positive for the gate.
@@ -248,7 +249,7 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """Return a sample as packing takes it. place: index of its agent in the team."""
+    """Return a sample as packing takes it. place: index of the sample's agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -273,9 +274,10 @@ def _teachers_parts(
     student's own samples, estimated at the sampled token (GKD, arXiv:2306.13649, which does not backpropagate through sampling
     of earlier tokens; the single-step part of MiniLLM's, arXiv:2306.08543).
 
-    b, a mean of d over the agent's other samples (0 for an only one), does not change the expected gradient and reduces its
-    variance: a weak student mostly samples wrong tokens, whose d is far below 0. Tokens weigh (1 - p_rollout)^2, as their squared
-    gradients do: the constant of least variance (Greensmith et al., JMLR 5:1471, 2004).
+    b is a weighted mean of d over the agent's other samples (0 if there are none). It leaves the expected gradient unchanged and
+    reduces the variance: a weak student mostly samples wrong tokens, with d far below 0. Each token's weight in the mean is
+    (1 - p_rollout)^2, proportional to its squared gradient, which gives the constant of least variance (Greensmith et al., JMLR
+    5:1471, 2004).
     """
     parts: dict[str, npt.NDArray[np.float64]] = {}
     for name, agent in agents.items():
@@ -326,8 +328,9 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """Return the groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    Rewards of single turns are added, and agents.<name>.format_penalty and agents.<name>.overlong subtracted, here too;
-    `correct` of the new reward is the outcome itself. A sample that ended as an error has none.
+    As in the reward that is replaced, rewards of single turns are added, and agents.<name>.format_penalty and
+    agents.<name>.overlong are subtracted. `correct` of the new reward is the outcome itself. A sample that ended in an error
+    keeps its missing reward.
     """
 
     def outcome(sample: Sample) -> Sample:
@@ -358,11 +361,14 @@ def masked_metrics(credited: Credited) -> dict[str, float]:
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """Return drmas/{agent}/mu, sigma and variance_inflation: the spread between agents' rewards (Dr. MAS, arXiv:2602.08847).
 
-    mu_k and sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents
-    for it; an agent's samples of a program's session are one call. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2
-    (lemma 4.2), the factor by which one baseline for all agents would raise the second moment of agent k's gradient. All
-    three are averaged over the instances, each weighing as many as the agent's calls there. An instance whose rewards are all
-    equal has no gradient under either baseline and is left out of variance_inflation. Each instance must be complete: from one
+    mu_k and sigma_k are the mean and deviation over the calls of agent k for one prompt (rollout instance), mu and sigma those
+    over the calls of all agents for that prompt. An agent's samples of a program's session are one call.
+
+    variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (lemma 4.2), the factor by which one baseline for all agents would
+    raise the second moment of agent k's gradient. An instance with equal rewards has no gradient under either baseline, and is
+    left out.
+
+    All three are averaged over the instances, weighted by the agent's number of calls. Each instance must be complete: from one
     agent's calls alone the factor would be 1.
     """
     instances: dict[str, dict[str, list[float]]] = {}

@@ -22,15 +22,16 @@ from marsrl.trainer.data.scatter import MiniBatch
 class Average:
     """Reduction of token losses to one number: loss.aggregation over the denominator of credit.denominator.
 
-    A token of sample i of agent k adds its term l times
+    The weight of each token of sample i of agent k in the loss:
 
         token                   1 / sum_j |o_j|
         sequence                1 / (S' n_i |o_i|)
         sequence_sum_constant   1 / (S max_tokens)
 
-    |o|: sampled tokens; j runs over the S samples of the update ("all") or over the samples of agent k ("agent": each agent has
-    its mean, and the means are added). n_i: samples of agent k in the sample's session, which count as one in S'; 1 if no
-    program played. Samples whose gradient is 0 count (credit.count_zero_groups).
+    |o_i|: number of sampled tokens. j runs over the S samples of the update (denominator "all"), or only over those of agent k
+    ("agent": each agent has a mean, and the means are added). n_i: number of agent k's samples in the same session; 1 if no
+    program played. S': number of samples, with those of one agent and session counted once. Samples with a gradient of 0 count
+    (credit.count_zero_groups).
     """
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
@@ -47,9 +48,9 @@ class Average:
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
     """Split one step into at most `number` mini-batches, each an optimizer update, in order.
 
-    The order of groups is drawn from (seed, step). Each goes to the mini-batch with the fewest samples in the loss's
-    denominator, and each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped;
-    its tokens are then in no denominator.
+    The order of groups is drawn from (seed, step). Each group goes to the mini-batch with the fewest samples in the loss's
+    denominator. Denominators are computed per mini-batch. A mini-batch without a gradient is dropped; its tokens then count in no
+    denominator.
     """
     order = sorted(credited.groups, key=lambda group: group.group_id)
     random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)
@@ -62,9 +63,9 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
 
 
 def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
-    """Return the samples of these uids with their denominators: one number for all, or a weight per sample.
+    """Return the samples of these uids as a MiniBatch, with one denominator for all, or the denominators in the samples' weights.
 
-    members: agent and session by uid.
+    members: {uid: (agent, session)}.
     """
     num_of = Counter(members.values())
     totals: dict[str, float] = {}  # total denominator of each agent

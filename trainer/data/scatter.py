@@ -1,8 +1,8 @@
 """Distribution of rank 0's batch: every data-parallel rank gets only the arrays of its own micro-batches.
 
-One micro-batch per data rank is sent at a time. Rank 0 holds data_size encoded micro-batches, other ranks one, and a device at
-most collective.SCATTER_BYTES. A micro-batch takes some 13 bytes per token, and layers x top_k more with recorded experts: 37 MiB
-for 98,304 tokens of Qwen3-30B-A3B.
+One micro-batch per data rank is sent at a time. In host memory, rank 0 holds data_size encoded micro-batches and every other rank
+one; a device holds at most collective.SCATTER_BYTES. A micro-batch takes some 13 bytes per token, and layers x top_k bytes per
+token more with recorded experts: 37 MiB for 98,304 tokens of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from marsrl.trainer.runs.collective import (
 class MiniBatch:
     """Training input of one optimizer update: MiniBatch((sequence, another), normaliser=5120.0).
 
-    normaliser: the loss's common denominator, apart from the sequences' weights, over all ranks.
+    normaliser: denominator of the loss over all ranks; sequences may also have weights of their own.
     """
 
     sequences: tuple[TrainSequence, ...]
@@ -45,13 +45,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
-    """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
+    """Share of a batch that this rank packs, and the packing rules. Ranks with the same data_rank pack the same share.
 
-    align: T of every micro-batch is a multiple of it.
-    routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
-    objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
-    adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
-        micro-batch has only one adapter.
+    max_tokens: largest number of tokens in a micro-batch.
+    align: number that divides the packed length T of every micro-batch.
+    routes: groups for sending from rank 0; None if every rank holds the sequences, or there is one rank.
+    objectives: objective of each agent, in order; (): all agents have the same. All samples of a micro-batch have one objective.
+    adapters: index of each agent's adapter; (): at most one adapter. Samples in a micro-batch are grouped by adapter.
+    is_apart: True if all samples of a micro-batch must have the same adapter.
     """
 
     data_rank: int
@@ -65,7 +66,7 @@ class BatchShard:
 
 
 def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...]:
-    """Join the updates of policies that share micro-batches, with each policy's denominator in its samples' weights."""
+    """Join the updates of policies that share micro-batches; each sample's weight then contains its policy's denominator."""
     if len(of_policies) == 1:
         return of_policies[0]
     together = []
@@ -108,14 +109,15 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
-    """Return this rank's part of sequences that every rank holds (supervised traces from a common seed)."""
+    """Return this rank's micro-batches of sequences that every rank holds, as supervised training draws from a common seed."""
     return [pack(members, align=shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
     """Assign sequences to the micro-batches of each data rank.
 
-    is_apart: micro-batches at the same index have the same adapter on all ranks, because experts process rows of many ranks.
+    With shard.is_apart, micro-batches at the same index have the same adapter on all ranks, because experts process rows of many
+    ranks.
     """
     if shard.is_apart:
         alone = replace(shard, is_apart=False)

@@ -1,4 +1,4 @@
-"""Advantages of single turns: the rewards from a turn on, compared with other sessions' (credit.turns=returns)."""
+"""Advantages of single turns: the return from a turn on, compared with that of other sessions (credit.turns=returns)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from marsrl.trainer.config import CreditConfig
 def turn_advantages(samples: Iterable[Sample], config: CreditConfig) -> dict[str, list[float]]:
     """Return the advantage of each of a sample's trained_turns, in order, by uid; samples without a reward have none.
 
-    r_ik: reward of the k-th turn of an agent in session i, in time order over its samples there. G_ik = r_ik + r_i(k+1) + ...,
-    R_i = G_i1. S: the other sessions in which the agent has a k-th turn.
+    r_ik: reward of the agent's k-th turn in session i, in time order over the agent's samples there.
+    G_ik = r_ik + r_i(k+1) + ...: return from turn k on. R_i = G_i1.
+    S: the other sessions in which the agent has a k-th turn.
 
         A_ik = G_ik - (sum over S of G_jk + beta_ik) / (|S| + 1)
         beta_ik = mean over j != i of R_j, less r_i1 + ... + r_i(k-1)
 
-    The baseline depends on other sessions and on this one's past alone, so it does not change the expected gradient. It is
-    computed as the mean of the differences G_ik - G_jk and of R_i - mean R_j, which is exactly 0 for equal sessions.
+    The baseline depends only on other sessions and on this session's past, so it does not change the expected gradient. A_ik is
+    computed as a mean of differences, G_ik - G_jk and R_i - mean R_j, so that it is exactly 0 if all sessions are equal.
 
-    Sessions are compared within a group, or among those of the agent in a rollout instance (credit.normalise=agent). A sample
-    that no program played is a session of its own. A session without others: credit.singleton.
+    Sessions are compared within a group or, with credit.normalise=agent, among all of the agent's sessions in a rollout instance.
+    A sample without a program is a session of its own. The advantages of a session without others follow credit.singleton.
     """
     sets: dict[tuple[str, str], dict[str, list[Sample]]] = {}
     for sample in samples:
@@ -45,8 +46,9 @@ def turn_advantages(samples: Iterable[Sample], config: CreditConfig) -> dict[str
 
 
 def turn_metrics(turns: Iterable[tuple[Sample, Sequence[float]]]) -> dict[str, float]:
-    """Return turns/{agent}/number, its mean number of turns in a session, and advantage_std over these turns.
+    """Return turns/{agent}/number and turns/{agent}/advantage_std.
 
+    number: mean number of the agent's turns per session. advantage_std: standard deviation of their advantages.
     turns: trained samples with the advantages of their turns.
     """
     by_agent: dict[str, list[float]] = {}
@@ -62,10 +64,10 @@ def turn_metrics(turns: Iterable[tuple[Sample, Sequence[float]]]) -> dict[str, f
 
 
 def _rewards(samples: Sequence[Sample]) -> list[tuple[str, float]]:
-    """Return (uid, reward) of each of an agent's turns in one session, in time order.
+    """Return (uid, reward) of each turn of an agent in one session, in time order.
 
-    The part of a reward that belongs to no turn counts for the last turn. A program rewards an agent once in a session, at the
-    agent's last turn; each sample's penalties belong to the sample's own last turn.
+    The part of a reward that belongs to no turn is given to a last turn: a program's reward for the agent to the agent's last
+    turn in the session, and a sample's penalties to the last turn of that sample.
     """
     last = max(samples, key=lambda sample: sample.trained_turns[-1].call)
     turns: list[tuple[int, str, float]] = []

@@ -1,8 +1,8 @@
-"""Records of an evaluation, one for each draw of a problem. Every number is computed from them, and a killed evaluation resumes.
+"""Records of an evaluation, one per draw of a problem: results are computed from them, and a killed evaluation resumes with them.
 
-draws.jsonl in an evaluation's folder has a line for each finished draw, fixed_answers.jsonl one for each answered fixed input;
-their keys encode all that they depend on (trainer/runs/answers.py), so that a line of another problem or team is never reused.
-Both files have every prompt and completion; memory keeps only the end of each completion.
+In an evaluation's folder, draws.jsonl has a line for each finished draw, and fixed_answers.jsonl one for each answered fixed
+input. A line's key is a hash of everything that the line depends on (trainer/runs/answers.py), so a line of another problem or
+team is never reused. Both files have every prompt and completion; memory keeps only the end of each completion.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ from marsrl.trainer.runs.answers import Answers, key_of
 
 DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
 Held = TypeVar("Held")
-MAX_ANSWER_CHARS = 200  # characters of a saved answer; two longer answers count as equal if these characters are
-MAX_HELD_CHARS = 200  # characters of a completion's end in memory: completions of a long evaluation would fill it
+MAX_ANSWER_CHARS = 200  # first characters of an answer to save; answers that agree in them count as equal
+MAX_HELD_CHARS = 200  # last characters of a completion to keep in memory, which whole completions would fill
 
 
 class Call(Schema):
-    """A completion. correct: null if its judge failed; verdict: null without one; is_of_right: correctness of the solution that a
-    verdict judges, null if unknown or without a verdict. is_read: its answer, verdict, query or route was found, null if an
-    engine failed. is_redrawn: replaced by a later draw. seconds: engine time. prompt: index in `prompts` of what the agent
-    read, with the chat template's marks; text: the whole completion. is_read, prompt and text are null in files of earlier
-    versions."""
+    """A completion of an agent.
+
+    correct: the answer's correctness; null if the judge failed.
+    verdict: the verdict; null if the completion gives none.
+    is_of_right: True if the solution that the verdict judges is right; null if unknown, or without a verdict.
+    input_tokens, output_tokens: tokens that the engine read and sampled. tokens: length of the sample's completion.
+    is_cut: the completion reached the maximum length.
+    is_read: the parser found an answer, verdict, query or route; null if an engine failed.
+    is_redrawn: a later draw replaced this one.
+    seconds: engine time.
+    prompt: index in `prompts` of the text that the agent read, with the chat template's special tokens.
+    text: the whole completion.
+    is_read, prompt and text are null in files of earlier versions.
+    """
 
     agent: str
     correct: float | None
@@ -53,12 +62,17 @@ class Call(Schema):
     text: str | None = None
 
     def shortened(self) -> Call:
-        """The call as kept in memory, without its prompt and most of its text."""
+        """Return the call as kept in memory: without the prompt, and with only the end of the text."""
         return self if self.text is None else self.model_copy(update={"text": self.text[-MAX_HELD_CHARS:]})
 
 
 class Said(Schema):
-    """Answer that counts. correct: null if unknown; answer: its beginning, null without one; tokens: of its completion."""
+    """Final answer of a draw.
+
+    correct: null if unknown.
+    answer: beginning of the answer's text; null if there is no answer.
+    tokens: length of the answer's completion.
+    """
 
     correct: float | None
     answer: str | None = None
@@ -66,11 +80,15 @@ class Said(Schema):
 
 
 class Draw(Schema):
-    """One draw of one problem. problem: its id; question: a digest of question and answer, the same in every run.
+    """One draw of one problem: an episode of the team.
 
-    of: the set of data.eval. alone: null if the first agent does not solve. judge: a model judge's counts since the last draw.
-    latency_s: from its first request to its end, in the process that played it (Played); null without requests.
-    prompts: the prompts of its calls, without repetition; each call has an index into them.
+    of: name of the set of data.eval.
+    problem: id of the problem. question: digest of question and answer, the same in every run.
+    system: the team's final answer. alone: the first agent's own answer; null if that agent does not solve.
+    team: the orchestration's own metrics. tools: usage by tool.
+    judge: the model judge's counts since the previous draw.
+    latency_s: seconds from the draw's first request to the end of the draw (Played); null without requests.
+    prompts: prompts of the calls, without repetition; each call has an index into them.
     """
 
     of: str
@@ -88,13 +106,13 @@ class Draw(Schema):
 
     @classmethod
     def shortened(cls, value: Any) -> Draw:
-        """A saved draw as kept in memory, without prompts and most of the texts."""
+        """Return a saved draw as kept in memory: without prompts, and with only the ends of texts."""
         draw = cls.model_validate(value)
         return draw.model_copy(update={"prompts": [], "calls": [call.shortened() for call in draw.calls]})
 
 
 class FixedAnswer(Schema):
-    """A completion for one of the fixed inputs. problem: a digest; prompts: as in Draw."""
+    """Completion for one of the fixed inputs. problem: digest of question and answer. prompts: as in Draw."""
 
     problem: str
     call: Call
@@ -102,13 +120,13 @@ class FixedAnswer(Schema):
 
     @classmethod
     def shortened(cls, value: Any) -> FixedAnswer:
-        """A saved answer as kept in memory, without prompts and most of its text."""
+        """Return a saved answer as kept in memory: without prompts, and with only the end of the text."""
         answer = cls.model_validate(value)
         return answer.model_copy(update={"prompts": [], "call": answer.call.shortened()})
 
 
 class Kept(ExitStack):
-    """Saved draws, answers to fixed inputs and the inputs' episodes. folder: None keeps them only in memory."""
+    """Store of draws, of answers to fixed inputs, and of the episodes behind these inputs. folder: None keeps all in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()
@@ -122,12 +140,12 @@ class Kept(ExitStack):
 
 
 def read_draws(folder: Path) -> list[Draw]:
-    """Draws in an evaluation's folder, without prompts and with the ends of texts; [] without any."""
+    """Return the draws in an evaluation's folder, without prompts and with only the ends of texts; [] if there are none."""
     return Answers.read(folder / DRAWS, Draw.shortened) if (folder / DRAWS).is_file() else []
 
 
 def digest(problem: Problem) -> str:
-    """A digest of question and reference answer, independent of the file."""
+    """Return a digest of question and reference answer, which is the same for every file."""
     return key_of(question=problem.question, answer=problem.answer)
 
 
@@ -137,13 +155,13 @@ def episode_key(identity: str, episode: Episode) -> str:
 
 
 def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
-    """The key of a fixed answer; includes the agent's prompt."""
+    """Return the key of an answer to a fixed input. It depends on the agent's prompt."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 
 
 def draw_of(team: Team, set_name: str, played: Played, judge: Mapping[str, float]) -> Draw:
-    """Return the record of a finished episode. set_name: its set; judge: the judge's counts since the last draw."""
+    """Return the record of a finished episode. set_name: set of the problem; judge: the judge's counts since the last draw."""
     episode = played.episode
     tokens = {sample.uid: len(sample.token_ids) for sample in played.samples}
     redrawn = team.redrawn(episode)
@@ -197,8 +215,10 @@ def call_of(
     prompt: int = 0,
     is_redrawn: bool = False,
 ) -> Call:
-    """Return the record of a completion. sample: with its tokens and text; seconds: engine time; usage: see Completion; prompt:
-    index of its prompt."""
+    """Return the record of a completion. sample: must have tokens and text; the other arguments are as in Call.
+
+    usage: (input tokens, output tokens) that a server reported (see Completion); None: count the sample's tokens.
+    """
     written = sum(turn.end - turn.start for turn in sample.turns) if sample.turns else int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)
@@ -220,7 +240,7 @@ def call_of(
 
 
 def _said(sample: Sample | None, tokens: Mapping[str, int]) -> Said:
-    """Record of an answer that counts; a missing answer is wrong."""
+    """Return the record of a final answer; a missing answer is wrong."""
     if sample is None:
         return Said(correct=0.0)
     answer = None if sample.answer is None else sample.answer[:MAX_ANSWER_CHARS]
@@ -232,7 +252,7 @@ def _known(correct: float) -> float | None:
 
 
 def packed(episode: Episode) -> dict[str, str]:
-    """The episode as JSON."""
+    """Return the episode as JSON."""
     return {"episode": base64.b64encode(encode(episode)).decode("ascii")}
 
 

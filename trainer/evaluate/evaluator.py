@@ -34,7 +34,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """The fixed inputs by agent, (episode id, ask), and the episodes with the samples that they show."""
+    """Fixed inputs. inputs: {agent: (episode id, ask) of each input}. episodes: episodes whose samples the inputs show, by id."""
 
     inputs: dict[str, tuple[tuple[str, Ask], ...]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -42,10 +42,13 @@ class FixedInputs:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Draws depend only on `seed`; problems and fixed inputs do not, so evaluations are comparable.
+    """Evaluator of a team. All evaluations use the same problems and fixed inputs, so results are comparable.
 
-    max_tokens: limit of one completion. sets: problems to evaluate on; by default the task's held-out ones. identity:
-    distinguishes the team's saved answers from another's, as JSON.
+    max_tokens: largest number of tokens of a completion.
+    seed: seed of the draws.
+    fixed: fixed inputs, once collected.
+    sets: problems to evaluate on; by default the task's held-out problems.
+    identity: JSON that identifies the team, so that saved answers of another team are not used.
     """
 
     team: Team
@@ -60,7 +63,7 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Collect fixed inputs from the current team. Fewer than wanted if it solved (or failed) too few problems.
+        """Collect fixed inputs from the current team's episodes; fewer than configured if it solved, or failed, too few problems.
 
         kept: as in `evaluate`.
         """
@@ -82,11 +85,11 @@ class Evaluator:
         return self.fixed
 
     def _input_episodes(self, versions: Mapping[str, int]) -> dict[str, Episode]:
-        """Episodes from which fixed inputs are collected, by key; {} if no agent is tested on fixed inputs."""
+        """Return the episodes to collect fixed inputs from, by key; {} if no agent is tested on fixed inputs."""
         if not self.team.orchestration.tried_apart:
             return {}
         problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
-        # These names determine the draws, as do those of the seeds below: changing them changes all draws.
+        # Draws depend on these names and on the seeds' names below: a changed name changes all draws.
         names = [f"probe{i:05d}" for i in range(len(problems))]
         episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
         return {episode_key(self._identity(versions), episode): episode for episode in episodes}
@@ -104,16 +107,16 @@ class Evaluator:
         by_truth: dict[bool, list[tuple[str, Ask]]] = {True: [], False: []}
         for episode, ask in asks:
             solution = episode.sample(ask.inputs[0])
-            if not math.isnan(solution.reward.correct):  # NaN: its judge failed, so it is neither right nor wrong
+            if not math.isnan(solution.reward.correct):  # NaN: the solution's judge failed
                 by_truth[is_right(solution)].append((episode.id, ask))
         return (*by_truth[True][:size], *by_truth[False][:size])
 
     def evaluate(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> Evaluation:
-        """All numbers of the before / after table. Whole episodes and fixed inputs are played concurrently.
+        """Evaluate the team, and return all results. Whole episodes and fixed inputs are played concurrently.
 
-        kept: this evaluation's saved results by these weights, which are not repeated; new ones are added.
+        kept: saved results of this evaluation with these weights. They are not repeated; new results are added.
 
         Raises RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
@@ -152,7 +155,7 @@ class Evaluator:
         return self.scored(versions, kept)
 
     def scored(self, versions: Mapping[str, int], kept: Kept) -> Evaluation:
-        """The numbers of the draws and fixed answers that have ended so far."""
+        """Return the results of the draws and fixed answers that have ended so far."""
         identity, model, orchestration = self._identity(versions), self.team.judge.model, self.team.orchestration
         wanted_keys = {
             agent: [fixed_key(identity, self.fixed.episodes[name], ask) for name, ask in inputs]
@@ -173,7 +176,7 @@ class Evaluator:
         return self.sets or (HeldOut("", problems, self.config.repeat),)
 
     def num_kept(self, versions: Mapping[str, int], kept: Kept) -> tuple[int, int]:
-        """(number of saved draws, number of all draws)."""
+        """Return (number of saved draws, number of all draws)."""
         keys = self._keys(versions)
         return sum(key in kept.draws for key in keys), len(keys)
 
@@ -199,9 +202,9 @@ class Evaluator:
     def correctness(
         self, problems: Mapping[str, Problem], repeat: int, versions: Mapping[str, int]
     ) -> dict[str, list[float]]:
-        """Correctness of each of `repeat` answers of the whole team, by the problem's name; NaN if unknown: the judge failed, an
-        engine gave up, or the team's own code raised. A missing answer is wrong.
+        """Return the correctness of `repeat` answers of the whole team to each problem, by the problem's name.
 
+        NaN: unknown, because the judge failed, an engine gave up, or the team's own code raised. A missing answer is wrong.
         A problem's draws depend only on its name, not on the other problems.
         """
         episodes = self._draws(problems, repeat)
@@ -230,7 +233,7 @@ class Evaluator:
         progress: OnProgress | None,
         on_end: OnEnd | None = None,
     ) -> None:
-        """Play the episodes of all parts to their ends, each with its part's cast. name: names the draws, for their seed."""
+        """Play the episodes of all parts to their ends, each part with its cast. name: name of the draws, hashed for the seed."""
         play = self._begin(versions, progress, on_end)
         with self._apart():
             for episodes, cast in parts:
@@ -238,7 +241,7 @@ class Evaluator:
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """Keep the tools' caches and counts in the body separate from the rollouts'."""
+        """Use separate caches and counts of tools in the body, apart from those of rollouts."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _begin(
@@ -250,7 +253,7 @@ class Evaluator:
     ) -> EvaluationPlay:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
         slots = [pool.num_slots for pool in self.team.pools.values()]
-        # twice the number of slots: keeps all slots busy, and draws end, and are saved, early on
+        # Twice the slots keep all slots busy; with more open episodes, the first draws would end, and be saved, later.
         most = None if None in slots else 2 * sum(each or 0 for each in slots)
         return EvaluationPlay(
             self.team, versions, self.max_tokens, sampling,
@@ -258,12 +261,12 @@ class Evaluator:
         )  # fmt: skip
 
     def _seed(self, name: str) -> int:
-        """The seed of a name: the same request under another name gets new draws."""
+        """Return the seed of draws with this name: the same request under another name gives new draws."""
         return derive_seed(self.seed, "evaluate", name)
 
 
 def _counted(progress: OnProgress | None, num_kept: int) -> OnProgress | None:
-    """Progress that counts the episodes played in an earlier process too."""
+    """Return a progress callback that also counts the `num_kept` episodes that an earlier process played."""
     if progress is None:
         return None
     return lambda num_over, total, *more: progress(num_kept + num_over, num_kept + total, *more)

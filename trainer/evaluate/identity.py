@@ -11,7 +11,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
 def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
-    """Identity of a policy: the model, by its name or path, with its adapter, and the server."""
+    """Return the identity of a policy: name or path of the model, the adapter, and the server."""
     served = {"base_url", "model", "prompt"}
     if policy.openai is not None:
         served |= {"api", "extra_body"} & policy.openai.model_dump(exclude_defaults=True).keys()
@@ -20,7 +20,7 @@ def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def team_identity(config: RunConfig) -> dict[str, Any]:
-    """Identity of a team: its agents, policies and the settings that their answers depend on."""
+    """Return the identity of a team: agents, policies, and the settings that answers depend on."""
     include = {"task", "task_options", "orchestration", "orchestration_options", "agents", "tools", "evaluate"}
     team = config.model_dump(mode="json", include=include)
     for agent in team["agents"].values():
@@ -41,12 +41,12 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def _numbers(vllm: VllmOptions) -> dict[str, Any]:
-    """The vLLM settings that change the log-probs from which it samples."""
+    """Return the vLLM settings that change the distribution from which vLLM samples."""
     return vllm.model_dump(mode="json", include={"dtype", "kv_cache_dtype", "quantization", "extra"})
 
 
 def evaluation_identity(config: RunConfig) -> dict[str, Any]:
-    """Identity of an evaluated team: without the number of problems and draws, and with the models' files."""
+    """Return the identity of an evaluated team: with the models' files, without the number of problems and draws."""
     team = team_identity(config)
     for counted in ("num_problems", "repeat", "fixed_inputs"):
         del team["evaluate"][counted]
@@ -60,6 +60,6 @@ def evaluation_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def _files(model: str) -> list[tuple[str, int, int]]:
-    """(name, bytes, time of the last change in ns) of a model's files."""
+    """Return (name, size in bytes, time of the last change in ns) of each file of a model."""
     found = [(path, path.stat()) for path in sorted(Path(model).iterdir()) if path.is_file()]
     return [(path.name, stat.st_size, stat.st_mtime_ns) for path, stat in found]

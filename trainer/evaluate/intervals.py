@@ -16,7 +16,8 @@ from marsrl.trainer.report.summary import UNKNOWN, Estimate, wilson_interval
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
-"""Function of weights [B, P], how often each resample has each of P problems; returns the statistics [B], NaN if undefined."""
+"""Function from weights [B, P] to the statistic of each of B resamples, [B]; NaN if undefined. A weight is how often the resample
+contains the problem."""
 
 RESAMPLES = 2000
 _BLOCK = 1 << 22  # weights in memory at once: 32 MiB
@@ -34,9 +35,9 @@ def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
 
 
 def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
-    """Return the statistic, in [0, 1], of all problems, with its interval.
+    """Return the statistic, in [0, 1], over all problems, with its interval.
 
-    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate, and Wilson's interval replaces it.
+    If all resamples give the same value (all right, all wrong, one problem), Wilson's interval replaces the bootstrap.
     """
     mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
     if np.isnan(mean):
@@ -49,7 +50,7 @@ def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Es
 
 
 def ratio(successes: Sequence[float] | Array, counts: Sequence[float] | Array) -> Statistic:
-    """Sum of successes over sum of counts, both by problem."""
+    """Return the statistic (sum of successes) / (sum of counts), from the values of each problem."""
     above, below = np.asarray(successes, float), np.asarray(counts, float)
 
     def statistic(weights: Array) -> Array:
@@ -68,7 +69,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def _draws(num_problems: int) -> list[Array]:
-    """Weights [B, P] in blocks, RESAMPLES rows in all."""
+    """Yield weights [B, P] in blocks, RESAMPLES rows in total."""
     rows = max(1, min(RESAMPLES, _BLOCK // max(1, num_problems)))
     return [_block(num_problems, min(rows, RESAMPLES - first), first) for first in range(0, RESAMPLES, rows)]
 

@@ -1,12 +1,13 @@
 """Evaluation of a policy against past versions of itself: its games, scores and rating (docs/evaluate.md).
 
-In each game the current adapter of a policy plays one of two agents, and a past version plays the other, from a slot of the same
-engines (weights/league.py). Against every opponent both roles are played on the same openings, the held-out problems. Games are
-saved in league.jsonl of the evaluation's folder as they end, so a killed evaluation resumes with the remaining games.
+In each game the policy's current adapter plays one of two agents, and a past version plays the other, from a slot of the same
+engines (weights/league.py). Against every opponent, the current adapter plays both roles on the same openings, which are the
+held-out problems. Games are saved in league.jsonl of the evaluation's folder as they end, so a killed evaluation resumes with the
+remaining games.
 
-The rating is fitted to the games of all evaluations of the run. These are linked by opponents that several versions have met,
-and by versions that were evaluated before they became opponents. On Elo's scale a difference of 400 is odds of 10 to 1 (Bradley
-and Terry 1952, Biometrika 39:324; fitted as in Hunter 2004, Annals of Statistics 32:384, equation 3).
+The rating is fitted to the games of all evaluations of the run. Evaluations are linked by opponents that several versions have
+met, and by versions that were evaluated before they became opponents. On Elo's scale a difference of 400 is odds of 10 to 1
+(Bradley and Terry 1952, Biometrika 39:324; fitted as in Hunter 2004, Annals of Statistics 32:384, equation 3).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MOST_ROUNDS, _CLOSE = 2000, 1e-6  # iterations of the fit, and the change of lo
 
 
 class Game(Schema):
-    """A game of a policy's `version`, as agent `role`, against its version `opponent`.
+    """A game of a policy's version `version`, as agent `role`, against the policy's version `opponent`.
 
     opening: a digest of the problem. score: 1 won, 0.5 drawn, 0 lost; null if an engine, the judge or the game failed.
     """
@@ -58,7 +59,8 @@ def evaluate_league(
 ) -> LeagueResult | None:
     """Play the current version against each opponent in both roles, and rate it; None if all games failed.
 
-    slots: engines' adapters that hold the opponents, by version. folder: this evaluation's folder, beside those of earlier ones.
+    slots: {opponent's version: name of its adapter slot in the engines}.
+    folder: folder of this evaluation; the folders beside it belong to earlier evaluations.
     """
     version = versions[config.policy]
     roles = [name for name, agent in evaluator.team.agents.items() if agent.policy == config.policy]
@@ -101,9 +103,9 @@ def evaluate_league(
 
 
 def score_of(played: Played, role: str, other: str) -> float | None:
-    """Return 1 if the agent `role` was paid more than the other in the game, 0.5 if equally; None if the game failed.
+    """Return 1 if the agent `role` got a higher reward than `other` in the game, 0.5 if equal, 0 if lower; None if it failed.
 
-    Penalties for the form of a completion do not count. An agent that had no turn was paid 0.
+    Penalties for the form of a completion do not count. An agent without a turn has reward 0.
     """
     paid: list[float] = []
     for agent in (role, other):
@@ -121,7 +123,7 @@ def score_of(played: Played, role: str, other: str) -> float | None:
 
 
 def result_of(games: Sequence[Game], earlier: Sequence[Game]) -> LeagueResult | None:
-    """Rate the version that played `games`; None if all failed. earlier: games of the run's other evaluations."""
+    """Return scores and rating of the version that played `games`; None if all failed. earlier: games of other evaluations."""
     scored = [game for game in games if game.score is not None]
     if not scored:
         return None
@@ -166,8 +168,8 @@ def result_of(games: Sequence[Game], earlier: Sequence[Game]) -> LeagueResult | 
 def elo_of(games: Sequence[Game], version: int) -> Elo:
     """Return the rating of `version` above the oldest version in these games, with its interval by bootstrap over openings.
 
-    Every pair of versions that played gets one more drawn game, so that ratings stay finite. If all resamples are equal, the
-    interval comes from Wilson's interval of the version's share of wins.
+    One drawn game is added for every pair of versions that played, so that ratings stay finite. If all resamples are equal, the
+    interval is derived from Wilson's interval of the version's share of wins.
     """
     openings = {name: place for place, name in enumerate(dict.fromkeys(game.opening for game in games))}
     players = {n: i for i, n in enumerate(sorted({n for game in games for n in (game.version, game.opponent)}))}
@@ -200,7 +202,8 @@ def elo_of(games: Sequence[Game], version: int) -> Elo:
 def strengths_of(won: Array, played: Array, one: Array, other: Array) -> Array:
     """Fit Bradley-Terry strengths, [B, players]; the first player's is 1. P(i beats j) = s_i / (s_i + s_j).
 
-    played: [B, pairs], games between player one [pairs] and player other [pairs]; won: those that `one` won. Both > 0.
+    one, other: [pairs], the two players of each pair.
+    played: [B, pairs], number of games of the pair. won: [B, pairs], number of games that `one` won. Both > 0.
     """
     of_one, of_other = (np.eye(1 + max(one.max(), other.max()))[side] for side in (one, other))  # [pairs, players]
     wins = won @ of_one + (played - won) @ of_other

@@ -1,4 +1,4 @@
-"""The numbers of an evaluation, from its draws and fixed answers alone, saved or new; pass@k and majorities of k draws."""
+"""Results of an evaluation, computed only from draws and fixed answers, saved or new; pass@k and majority@k."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
 from marsrl.trainer.report.unread import Ended, unread
 
-ORDERS = 64  # random orders of a problem's draws, the first k of which are a sample of k
+ORDERS = 64  # number of random orders of a problem's draws; the first k draws of each order are a sample
 _RIGHT = "\x00right"  # all right answers count as one, however they are written
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """specs: the team's agents, in the order of play. judge: the policy that judges answers, if one does. forms: what each
-    agent's parser looks for (Orchestration.form)."""
+    """Calculator of an evaluation's results.
+
+    specs: the team's agents, in the order of play.
+    judge: name of the policy that judges answers; None: no model judges.
+    forms: {agent: description of the answer that the agent's parser expects} (Orchestration.form).
+    """
 
     specs: Sequence[AgentSpec]
     agents: Mapping[str, AgentConfig]
@@ -34,7 +38,7 @@ class Scorer:
     forms: Mapping[str, str] = field(default_factory=dict)
 
     def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Sequence[FixedAnswer]]) -> Evaluation:
-        """The numbers of all draws together, and of each named set."""
+        """Return the results over all draws, and for each named set."""
         names = dict.fromkeys(draw.of for draw in draws)
         calls = [call for draw in draws for call in draw.calls]
         calls += [answer.call for answers in fixed.values() for answer in answers]
@@ -97,7 +101,7 @@ def _by_problem(draws: Sequence[Draw], answer_of: Callable[[Draw], Said | None])
 
 
 def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
-    """Mean of the known `correct` of (problem, correct): the share of right answers, if a task gives only 0 or 1."""
+    """Return the mean of the known values in (problem, correct): the share of right answers if the task gives only 0 or 1."""
     sums: dict[str, list[float]] = defaultdict(list)
     for problem, value in correct:
         if value is not None:
@@ -107,8 +111,11 @@ def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
 
 
 def _detection(calls: Sequence[tuple[str, Call]]) -> dict[str, object]:
-    """loop_confusion; the share of wrong solutions that are called wrong (detection recall, arXiv:2511.11373, Figure 5; no
-    verdict counts as missed); and the share of solutions called wrong that are (precision)."""
+    """Return loop_confusion, detection_recall and detection_precision of a Verifier.
+
+    detection_recall: share of wrong solutions that are called wrong (arXiv:2511.11373, Figure 5); a missing verdict counts as
+    not called wrong. detection_precision: share of the solutions called wrong that are wrong.
+    """
     known = [(problem, call) for problem, call in calls if call.is_of_right is not None]
     wrong_solutions = [(problem, float(call.verdict is False)) for problem, call in known if not call.is_of_right]
     called_wrong = [(problem, float(not call.is_of_right)) for problem, call in known if call.verdict is False]
@@ -120,7 +127,7 @@ def _detection(calls: Sequence[tuple[str, Call]]) -> dict[str, object]:
 
 
 def _confusion(calls: Iterable[Call]) -> Confusion:
-    """Counts of (actual correctness of the first input, verdict); a solution whose judge failed is not counted."""
+    """Count the pairs (correctness of the judged solution, verdict). Solutions of unknown correctness are not counted."""
     counts = Counter(
         "none"
         if call.verdict is None
@@ -132,9 +139,9 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
 
 
 def _balanced(answers: Sequence[FixedAnswer]) -> AgentEstimate:
-    """Balanced accuracy: the mean of the two classes' accuracies, no verdict counting as an error.
+    """Return the balanced accuracy: the mean of the accuracies on right and on wrong solutions. No verdict is an error.
 
-    Both classes have equally many inputs unless the team could not provide them; n is their sum.
+    n is the number of both. The two classes have the same size, unless the team's episodes did not provide enough.
     """
     problems = {name: i for i, name in enumerate(dict.fromkeys(answer.problem for answer in answers))}
 
@@ -169,7 +176,7 @@ def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:
 
 
 def _ended(agent: str, calls: Iterable[Call]) -> list[Ended]:
-    """Its calls, without those that an earlier version saved."""
+    """Return the ends of the agent's calls, without calls that an earlier version saved."""
     return [
         Ended(bool(call.is_read), call.is_cut, call.tokens, call.text or "")
         for call in calls
@@ -185,9 +192,10 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Return the eval/... metrics of a step: mean, low and high of each row; detection_recall and detection_precision of each
-    Verifier; response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the
-    largest k; tokens an episode; eval/league/elo and worst. A set's metrics begin with its name."""
+    """Return the eval/... metrics of a step (docs/metrics.md), in which each estimate has a mean, /low and /high.
+
+    Names begin with eval/ for all problems, and with eval/<set>/ for a set of data.eval.
+    """
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:
@@ -221,9 +229,9 @@ def eval_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 def at_k(draws: Mapping[str, Sequence[Said]]) -> AtK:
-    """pass@k and majority@k for k = 1, 2, 4, ... and all draws; empty if every problem was drawn once.
+    """Return pass@k and majority@k for k = 1, 2, 4, ... and the largest number of draws; empty if problems have one draw each.
 
-    Draws without a judgement are ignored; a problem counts for each k up to its number of draws.
+    Draws without a judgement are ignored. A problem counts for each k up to its number of draws.
     """
     known = [
         [answer for answer in said_answers if answer.correct is not None] for _, said_answers in sorted(draws.items())
@@ -245,15 +253,18 @@ def at_k(draws: Mapping[str, Sequence[Said]]) -> AtK:
 
 
 def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
-    """The chance that one of k is right, given c right ones of n: 1 - C(n-c, k) / C(n, k), unbiased (Chen et al., eq. 1)."""
+    """Estimate the probability that at least one of k draws is right, if c of n draws were right.
+
+    1 - C(n - c, k) / C(n, k), which is unbiased (Chen et al., arXiv:2107.03374, eq. 1).
+    """
     return {k: 1.0 - math.comb(n - c, k) / math.comb(n, k) if k <= n else math.nan for k in ks}
 
 
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """Return (majority@k, short-majority@k) by k: correctness of the most frequent answer of k draws, or of their shorter half.
+    """Return {k: (majority@k, short-majority@k)}: correctness of the most frequent answer of k draws, or of their shorter half.
 
-    A mean over ORDERS seeded orders of the draws; tied answers share the vote. Draws without an answer have no vote; without
-    votes the majority is wrong. NaN for fewer than k draws.
+    Each value is a mean over ORDERS seeded orders of the draws. Tied answers share the vote. Draws without an answer do not vote;
+    without any vote the majority is wrong. NaN if there are fewer than k draws.
     """
     values: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:
@@ -277,7 +288,7 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
 
 
 def _elected(votes: npt.NDArray[np.float64], worth: npt.NDArray[np.float64]) -> float:
-    """votes [orders, k, kinds]; worth [kinds]."""
+    """Return the mean correctness of the answers with the most votes. votes: [orders, k, kinds]; worth: [kinds], correctness."""
     if not len(worth):
         return 0.0
     counts = votes.sum(axis=1)
