@@ -1,7 +1,7 @@
 """Training loop of every mode: problems -> groups -> advantages -> batch -> step -> publish. Read this first.
 
-One step is one pass through the training queue and makes one new policy version. Rank 0 plays the problems and holds
-the groups; all ranks share the update.
+Each step trains on the groups that finished in one stage of the rollout, and makes one new version of each policy. Rank 0 plays
+the problems and holds the groups; all ranks share the update.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from marsrl.trainer.run import Run
 def train(run: Run) -> None:
     """Train until run.config.run.steps, evaluate, write the summary. Collective over all ranks."""
     config = run.config
-    run.begin()  # Sends weights to the engines, evaluates.
+    run.begin()  # Sends the weights to the engines, and evaluates them.
     for step in run.steps_left():
         with run.timed("rollout"):
             batch = run.play()  # Finished groups of all agents in this stage, on rank 0; None elsewhere.
@@ -55,7 +55,7 @@ def train(run: Run) -> None:
             if not run.engines_drop_weights:
                 is_new = {policy: True for policy, is_updated in is_new.items() if is_updated}
             if is_new:
-                with run.timed("publish"):  # Sends version + 1, and verifies it on every engine.
+                with run.timed("publish"):  # Sends the new version, and verifies it on every engine.
                     run.publish(group, is_new)
         run.evaluate_if_due(step)
         run.record(step, batch)

@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return {distribution: version} for those of the distributions that are installed."""
+    """Return {distribution: version} for the installed ones among these distributions."""
     versions = {}
     for name in names:
         try:

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="with --dry-run: also print every resolved setting, last")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    options.settings[:0] = unknown  # read_config explains what is wrong with these.
+    options.settings[:0] = unknown  # read_config rejects unknown options with advice.
     if options.full and not options.dry_run:
         parser.error("--full prints the settings of a dry run: add --dry-run")
     signal.signal(signal.SIGINT, interrupt)
@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
             with open_run(checked, directory) as opened:
                 train(opened)
         except DistNetworkError as error:
-            if has_ended(launcher):  # The store that ranks share ended with it.
+            if has_ended(launcher):  # The store that all ranks use has ended with torchrun.
                 raise KeyboardInterrupt from error
             raise
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ class PreparedRun:
 
 
 def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) -> PreparedRun:
-    """Check the settings and make the run's directory, or open the one that the run resumes in.
+    """Check the settings, and create the run's directory or open the directory to resume in.
 
     is_dry: create nothing, and report the effect on run.name.
 

@@ -26,7 +26,7 @@ class _Visible(logging.Formatter):
 
 
 def log_visibly() -> None:
-    """Replace hidden characters in log messages: errors of programs, tools and teams quote text of models."""
+    """Replace hidden characters in log messages, because errors of programs, tools and teams may quote models' text."""
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(_Visible())
 

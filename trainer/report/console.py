@@ -31,9 +31,9 @@ from marsrl.trainer.visible import visible
 
 Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters shown of each text of the first sample
-PLAIN_INTERVAL_S = 15.0  # seconds between a bar's lines in a file, which keeps a 10-minute run under a hundred lines
-PLAIN_SHARE = 0.05  # or this share of the bar's age, if longer: an overnight evaluation prints fewer than 200 lines
-CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook, each of which replaces the last
+PLAIN_INTERVAL_S = 15.0  # seconds between a bar's lines in a file: a 10-minute run prints fewer than 100 lines
+PLAIN_SHARE = 0.05  # share of the bar's age between lines, if longer: an overnight evaluation prints fewer than 200 lines
+CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook; a drawing replaces the last one
 
 
 class _Pace(ProgressColumn):
@@ -58,8 +58,8 @@ def _pace(task: Task) -> str:
 class Bar:
     """Progress bar: a count with its rate, the time left and a note (a loss). It shows nothing until it advances.
 
-    say: prints a line now and then and at the end, or draws the bar in a notebook's cell; used where Progress draws nothing.
-    The rate is a mean since the first update, without that update's count, which may be from an earlier process.
+    say: prints a line now and then and at the end, or draws the bar in a notebook's cell, where rich's Progress draws nothing.
+    The rate counts from the first update on: that update's count may come from an earlier process.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Bar:
     ) -> None:
         """Create a bar that is not shown yet.
 
-        pause: seconds between lines, and the share of the bar's age between lines; the longer time counts.
+        pause: (seconds, share of the bar's age) between lines; the longer of the two times counts.
         """
         self._progress, self._say, self._began_s, self._pause = progress, say, time.monotonic(), pause
         self._said_s, self._first = self._began_s, (self._began_s, -1)  # A count of -1 means no update yet.
@@ -171,7 +171,7 @@ class RunConsole:
         )
 
     def keep_warnings(self, path: Path) -> None:
-        """Append warnings to this file too, with the step of each."""
+        """Append each later warning, with its step, to this file too."""
         self._kept = path
 
     def warning(self, text: str) -> None:

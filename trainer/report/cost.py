@@ -43,8 +43,7 @@ def cost_metrics(counted: Mapping[str, float], agents: Mapping[str, AgentConfig]
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     """Return tools/<name>/share of all tools' calls in one step; empty without calls (MARS, figures of tool use).
 
-    Reading a page does not count as a call, because a tool does it, not an agent. counted: the batch's metrics
-    (rollout/tools/pool.py).
+    Reading a page does not count as a call: a tool reads it, not an agent. counted: the batch's metrics (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -70,7 +69,7 @@ def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) 
 
 
 def judge_metrics(counted: Mapping[str, float]) -> dict[str, float]:
-    """Return judge/missing_share, yes_share and agreement with the task's own judgement.
+    """Return judge/missing_share, judge/yes_share, and judge/agreement with the task's own judgement.
 
     counted: metrics of a batch or an evaluation by ModelJudge.take_counts; {} if nothing was judged.
     """
@@ -146,7 +145,7 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """Row of the table: an agent, the judge or a tool; accuracy, None if it does not answer; text for each of COLUMNS."""
+    """Row of the table. name: an agent, the judge or a tool. correct: accuracy; None: it gives no answers. cells: by COLUMNS."""
 
     name: str
     correct: Estimate | None

@@ -27,18 +27,22 @@ FATES = (
     SKIPPED,
     LOST,
 )
-"""Every fate. unread, superseded: no answer of the sample was read by its program. cut: at the length limit, with
-loss.truncated=mask. balanced away: not drawn (credit.balance). not trained: the agent is not (its policy is frozen, or
-credit.train_agents). update skipped: the update was not finite. lost: none of these, which no sample should be."""
+"""Every fate of a sample.
+
+unread, superseded: the program read no answer of the sample. cut: the sample reached the length limit (loss.truncated=mask).
+balanced away: credit.balance did not draw the sample. not trained: the agent is not trained, because its policy is frozen or
+credit.train_agents leaves it out. update skipped: loss or gradient of the update was not finite. lost: no other fate applies,
+which should never happen."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFate:
-    """A sample's fate. num_sampled: tokens that its policy chose, including answers that no program read. num_trained: those
-    of them that an update trained, whatever the sample's weight (credit.balance).
+    """A sample's fate.
 
-    update: number, from 1, of the step's update that trained it; 0: none. gap: mean |log p_trainer - log p_rollout| of its
-    trained tokens before that update, nats; None: not trained, or unknown.
+    num_sampled: number of tokens that the policy chose, including those of answers that no program read.
+    num_trained: number of these tokens that an update trained, whatever the sample's weight (credit.balance).
+    update: number, from 1, of the step's update that trained the sample; 0: none.
+    gap: mean |log p_trainer - log p_rollout| of the trained tokens before that update, nats; None: not trained, or unknown.
     """
 
     fate: str
@@ -53,8 +57,9 @@ def fates(
 ) -> dict[str, SampleFate]:
     """Return the fate of every sample of a step, by uid.
 
-    trains: agents that are trained. credited: credit of the same groups. trained: parts of samples in all updates, of all
-    policies and ranks; a sample may have parts on several ranks.
+    trains: agents that are trained.
+    credited: credit of the same groups.
+    trained: the samples' parts in the updates of all policies, from all ranks; a sample may have parts on several ranks.
     """
     parts_of: dict[str, list[TrainedSample]] = {}
     for part in trained:

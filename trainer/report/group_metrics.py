@@ -15,7 +15,7 @@ from marsrl.rollout.types import Fate, Finish, Group, Sample
 from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
-FEW_CALLS = 1.5  # calls per sample, below which a warning says why
+FEW_CALLS = 1.5  # calls per sample below which a warning explains the cause
 MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): with fewer verdicts, a single dissenting one already exceeds the share
 
 
@@ -82,7 +82,7 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
 
 
 def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
-    """Return team/{name} of the batch's metrics, means over the episodes that ended in the batch (Orchestration.metrics)."""
+    """Return team/{name}: means of the orchestration's own metrics over the episodes that ended in the batch."""
     num_episodes = counted.get("rollout/episodes", 0)
     return {name: total / num_episodes for name, total in counted.items() if name.startswith("team/")}
 
@@ -110,9 +110,9 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 
 
 def poor_merges(groups: Iterable[Group]) -> list[str]:
-    """Return a warning if programs make fewer than 1.5 calls per sample because they change their chats, with an example.
+    """Return a warning, with an example, if programs make fewer than 1.5 calls per sample because they change their chats.
 
-    None for programs whose calls are all new contexts or branches, or that make one call per session.
+    Returns [] for programs whose calls are all new contexts or branches, or that make one call per session.
     """
     played = [sample for group in groups for sample in group.samples if sample.turns]
     rewritten = [sample.rewritten for sample in played if sample.rewritten not in ("", BRANCH)]
@@ -128,7 +128,7 @@ def poor_merges(groups: Iterable[Group]) -> list[str]:
 
 
 def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:
-    """Return how the samples of each agent ended, without samples whose engine failed. is_read: Team.is_read."""
+    """Return the ends of each agent's samples, without samples whose engine failed. is_read: Team.is_read."""
     ends: dict[str, list[Ended]] = {}
     for sample in (sample for group in groups for sample in group.samples if sample.finish is not Finish.ERROR):
         ended = Ended(is_read(sample), sample.finish is Finish.LENGTH, len(sample.token_ids), sample.text)
@@ -163,7 +163,7 @@ def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     """Return metrics of an agent's verdicts; recall_wrong is the detection recall of arXiv:2511.11373, Figure 5."""
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
-    # The reward shows if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
+    # The reward tells whether the verdict was true (Orchestration.reward); with the verdict, whether the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
     means: dict[str, Sequence[float]] = {
         "fraction_wrong": [not verdict for verdict in verdicts],

@@ -27,7 +27,7 @@ NON_FINITE = "metrics/non_finite"
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """Metrics of one step, a line of the file. None = the value was not finite."""
+    """Metrics of one step, a line of the file. None: the value was not finite."""
 
     step: int
     values: Mapping[str, float | None]
@@ -39,9 +39,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0; -1
-    keeps no line). Required if the run already has a metrics.jsonl; with None that is an error. TensorBoard hides the same
-    steps: its event files keep them, but its pages do not show them.
+    resume_step: the last step in the checkpoint. Lines of later steps belong to lost work and are cut off (0 keeps a line of
+        step 0, -1 keeps no line). Must be given if the run already has a metrics.jsonl. TensorBoard's pages hide the same steps,
+        but its event files keep them.
     """
 
     def __init__(self, run: RunDirectory, *, wandb_project: str | None = None, resume_step: int | None = None) -> None:

@@ -24,7 +24,8 @@ COUNTED = (
     "judge/calls",
     "judge/missing",
 )
-"""Metrics that count events of one step, also as `<policy>/actor/...`. Summed, so that a scrape slower than steps misses none."""
+"""Metrics that count events of one step, also as `<policy>/actor/...`. They are served as totals, so that slow scrapes miss no
+event."""
 
 
 def why_not(port: int) -> str | None:
@@ -43,8 +44,9 @@ def why_not(port: int) -> str | None:
 class MetricsPort:
     """Contents of the metrics port, a prometheus_client collector: server threads read it, the run's threads write it.
 
-    num_steps: run.steps. engines, silences_s: return, at each scrape, {policy: serving engines} and {rank: seconds since its last
-    beat}.
+    num_steps: run.steps.
+    engines: called at each scrape, returns {policy: number of serving engines}.
+    silences_s: called at each scrape, returns {rank: seconds since its last heartbeat}.
     """
 
     run: str
@@ -92,7 +94,7 @@ class MetricsPort:
 
 @contextmanager
 def served(port: int, shown: MetricsPort) -> Iterator[None]:
-    """Serve http://127.0.0.1:port/metrics in the body; preflight has found the port free."""
+    """Serve http://127.0.0.1:port/metrics in the body; preflight has checked that the port is free."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()

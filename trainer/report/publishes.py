@@ -15,10 +15,12 @@ from marsrl.trainer.runs.directory import names_file, write_atomically
 class Publish:
     """One version of a policy on its engines, once all checks have passed.
 
-    step: step that ended with this publish; at a start, 0 or the step resumed from. digest: digest of the checksums of every sent
-    tensor, which each engine holds; equal if a version is published again to engines with as many shards. engines: number of
-    engines that were checked. shards: parts into which an engine divides its weights.
-    median, noise: from the comparison of log-probs, nats (weights/comparison.py); None if it was not due.
+    step: step that ended with this publish; for the first publish of a process, 0 or the step resumed from.
+    digest: digest of the checksums of all sent tensors, which every engine holds. The same version has the same digest on engines
+        with the same number of shards.
+    engines: number of engines that were checked.
+    shards: number of parts into which an engine divides its weights.
+    median, noise: results of the comparison of log-probs, nats (weights/comparison.py); None if no comparison was due.
     """
 
     step: int

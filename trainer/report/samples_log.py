@@ -21,9 +21,11 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One logged sample: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1.
+    """One logged sample: texts and numbers, no token ids. None: missing, or not applicable to the agent's role.
 
-    policy: its agent's policy. fate to gap: as in SampleFate (fates.py); "" in files of earlier versions.
+    line: number of the row in the file, from 1.
+    policy: policy of the agent.
+    fate, num_sampled, num_trained, update, gap: as in SampleFate (fates.py); files of earlier versions lack them.
     """
 
     step: int

@@ -32,8 +32,11 @@ from marsrl.trainer.runs.directory import RunDirectory
 class StepLog:
     """Record of the current step, on rank 0 only.
 
-    port: optional; gets every row. episode_clock: must be notified of the scheduler's episodes. kept: uids of the samples whose
-    tokens are written. tokens: results of the step's updates for these samples. samples: the trained part of each sample.
+    port: metrics port that shows every row; None: no port.
+    episode_clock: clock that the rollout must notify of episodes.
+    kept: uids of the samples whose tokens are written.
+    tokens: values of these samples' tokens in the step's updates.
+    samples: trained parts of all samples.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:
@@ -156,7 +159,7 @@ class StepLog:
     def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the step's parts, and tokens per second."""
         total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
-        overlaps = self._config.rollout.overlap > 0  # If so, the wait for a batch is not the decoding time.
+        overlaps = self._config.rollout.overlap > 0  # With overlap, the time spent waiting for a batch is not the decoding time.
         return {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
             "timing_s/total": total,

@@ -17,9 +17,9 @@ Z_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     """Return Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
 
-    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
-    width at p = 0 and p = 1, unlike the normal interval. `successes` may be fractional (a mean of partial credit: the
-    interval is then a little too wide). n = 0 gives (0, 1).
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. Unlike the normal interval, it stays inside
+    [0, 1] and has a width above 0 at p = 0 and p = 1. `successes` may be fractional (partial credit); the interval is then a
+    little too wide. n = 0 gives (0, 1).
     """
     if n == 0:
         return 0.0, 1.0
@@ -27,7 +27,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     center = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    # Rounding can put the bound of p = 0 or 1 an ulp outside [0, 1].
+    # For p = 0 or 1, rounding can move a bound outside [0, 1] by one unit in the last place.
     return max(0.0, min(p, (center - half) / scale)), min(1.0, max(p, (center + half) / scale))
 
 
@@ -71,14 +71,17 @@ class Length(Schema):
 
 
 class AgentEstimate(Estimate):
-    """Accuracy of an agent: on fixed inputs if the team tests it separately, else in the evaluation's episodes.
+    """Accuracy of an agent: on fixed inputs if the team tests the agent separately, else in the evaluation's episodes.
 
-    For an agent that gives verdicts, half of the fixed inputs are right solutions, and the mean is the balanced accuracy;
-    confusion counts its verdicts there, loop_confusion its verdicts in the episodes. In the episodes, detection_recall is the
-    share of wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are wrong. For
-    any other agent the fixed inputs are wrong solutions; `breaks` is the share of right solutions that it makes wrong. length:
-    lengths of its completions in the episodes; missing: share of these without a readable answer, verdict, query or route, null
-    if it gives none.
+    The fixed inputs of an agent that gives verdicts are right and wrong solutions in equal numbers, and the accuracy is balanced.
+    Those of any other agent are wrong solutions to repair, and right ones for `breaks`.
+
+    confusion: verdicts on the fixed inputs. loop_confusion: verdicts in the episodes.
+    detection_recall: share of the episodes' wrong solutions that the agent calls wrong.
+    detection_precision: share of the solutions called wrong that are wrong.
+    breaks: share of right solutions that the agent makes wrong.
+    length: lengths of the completions in the episodes.
+    missing: share of these completions without a readable answer, verdict, query or route; null if the agent gives none of them.
     """
 
     confusion: Confusion | None = None
@@ -91,11 +94,11 @@ class AgentEstimate(Estimate):
 
 
 class AtK(Schema):
-    """Estimates of pass@k and majorities by k; n of each estimate is the number of problems with at least k draws.
+    """Estimates of pass@k and majority@k, by k; n of each estimate is the number of problems with at least k draws.
 
-    pass_at: probability that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: probability that
-    the most frequent answer is right. short_majority_at: the same for the shorter half of the k, rounded up (short-m@k, Hassid et
-    al., arXiv:2505.17813).
+    pass_at: probability that at least one of k answers is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased).
+    majority_at: probability that the most frequent of k answers is right.
+    short_majority_at: the same among the ceil(k / 2) shortest of k answers (short-m@k, Hassid et al., arXiv:2505.17813).
     """
 
     pass_at: dict[int, Estimate] = Field(default_factory=dict)
@@ -104,7 +107,7 @@ class AtK(Schema):
 
 
 class Usage(Schema):
-    """Usage of an agent in an evaluation. seconds: time of its policy's engines (docs/own_team.md); null if not measured."""
+    """Usage of an agent in an evaluation. seconds: engine time of the agent's calls (docs/own_team.md); null: not measured."""
 
     policy: str
     calls: int = Field(ge=0)
@@ -114,7 +117,7 @@ class Usage(Schema):
 
 
 class ToolUsage(Schema):
-    """Usage of a tool in an evaluation. seconds: time of its runs; a call answered from the cache takes none."""
+    """Usage of a tool in an evaluation. seconds: time of the tool's runs; a call answered from the cache takes none."""
 
     calls: int = Field(0, ge=0)
     seconds: float = Field(0.0, ge=0)
@@ -126,8 +129,9 @@ class ToolUsage(Schema):
 class JudgeUsage(Usage):
     """Usage of the judge model.
 
-    yes_share: share of yes among judged answers. agreement: share that agrees with the task's own judgement, if known. Both are
-    null without any such answer. missing: number of unjudged answers.
+    yes_share: share of yes among judged answers; null if there are none.
+    agreement: share of judgements that agree with the task's own judgement; null if the task judges none of the answers.
+    missing: number of unjudged answers.
     """
 
     missing: int = Field(ge=0)
@@ -144,7 +148,7 @@ class Latency(Schema):
 
 
 class Elo(Schema):
-    """Rating in Elo with its 95% interval; n: games behind it."""
+    """Rating in Elo with its 95% interval. n: number of games behind the rating."""
 
     mean: float
     low: float
@@ -155,9 +159,10 @@ class Elo(Schema):
 class LeagueResult(Schema):
     """Games of the policy against past versions of itself (docs/evaluate.md).
 
-    elo: Bradley-Terry rating above that of `zero`, the oldest version, from the games of all evaluations so far. worst: score
-    against the opponent where it is lowest. scores: by opponent ("main@40") and by the role of the current policy; a draw is half
-    a win. num_failed: games without a score.
+    elo: Bradley-Terry rating minus the rating of the oldest version, `zero`, from the games of all evaluations so far.
+    worst: the lowest score against an opponent.
+    scores: {opponent ("main@40"): {role of the current policy: score}}; a draw is half a win.
+    num_failed: number of games without a score.
     """
 
     elo: Elo
@@ -168,7 +173,7 @@ class LeagueResult(Schema):
 
     @property
     def line(self) -> str:
-        """The result as text."""
+        """Result as one line of text."""
         elo, worst, failed = self.elo, self.worst, f"; {self.num_failed} games failed" if self.num_failed else ""
         return (
             f"league: Elo {elo.mean:+.0f} ({elo.low:+.0f} to {elo.high:+.0f}, {elo.n} games) above {self.zero}; lowest score "
@@ -179,12 +184,16 @@ class LeagueResult(Schema):
 class Evaluation(Schema):
     """Evaluation of each agent that answered, in the order of play, and of the whole team.
 
-    Intervals are by bootstrap over problems (trainer/evaluate/intervals.py). system is avg@k: the mean over k draws of every
-    problem; alone: the same for the first agent's own answers in the same episodes (Orchestration.alone), null if it does not
-    solve. system_at, alone_at: the same with several draws. sets: each set of data.eval, if that is a list; other fields are for
-    all sets together. usage (by agent), tools (by name), latency and team (means of the orchestration's own metrics) come from
-    the episodes behind `system`, and judge from their answers. judge is null without a model judge, latency if not measured.
-    league: games against past versions, null without a league, and for the first version.
+    Intervals are by bootstrap over problems (trainer/evaluate/intervals.py).
+
+    system: accuracy of the team's answers, avg@k: the mean over k draws of every problem.
+    alone: the same for the first agent's own answers in these episodes (Orchestration.alone); null if that agent does not solve.
+    system_at, alone_at: pass@k and majority@k of these answers, if problems have several draws.
+    sets: evaluation of each set of data.eval, if that is a list; the other fields are for all sets together.
+    usage, tools, judge, latency: usage by agent, by tool name and of the model judge, and latency, in the same episodes. judge is
+        null without a model judge, latency if it was not measured.
+    team: means of the orchestration's own metrics in the same episodes.
+    league: games against past versions; null without a league, and for the first version.
     notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).
     """
 
@@ -218,7 +227,7 @@ class Evaluation(Schema):
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
-    """Return (name, before, after) of the table's lines; None if not evaluated."""
+    """Return (name, before, after) for each line of the table; before or after is None if the row was not evaluated then."""
     rows = [{} if evaluation is None else evaluation.rows for evaluation in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
     last = ("alone", "system")
@@ -226,12 +235,12 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
-    """Return True if the two estimates have different inputs, as for a Corrector, whose inputs depend on the other agents."""
+    """Return True if the two estimates have different inputs; those of a Corrector, for example, depend on the other agents."""
     return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
 
 
 class EngineRecord(Schema):
-    """Engine that decoded: class and version of the library; sampler: the sampler of its tokens."""
+    """Record of the engines: class, and version of the library. sampler: the sampler of the tokens."""
 
     engine_class: str = Field(alias="class")
     library: str

@@ -31,13 +31,18 @@ _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns without its
 class TokenRecord:
     """Completion of one sample, token by token, all [N].
 
-    line: the sample's line in samples/step_N.parquet, from 1. policy: the policy that answered. update: number, from 1, of the
-    step's update that trained the sample; 0: none, and logprobs and entropy are NaN. ends: int32, the end of each token's text in
-    `text` (of all tokens, the end token included). token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the
-    sampling temperature, over the tokens that the sampler kept; rollout_logprobs under the weights that sampled, logprobs and
-    entropy under the weights at the update's start. NaN: the policy did not choose the token, its program did not use the answer
-    (Sample.is_sampled), or a server that returns no log-probs chose it. is_clipped: the ratio's clip is active. is_gated: DMMPT
-    masks the token. is_masked: the gate or loss.correction masks it.
+    line: line of the sample in samples/step_N.parquet, from 1.
+    policy: policy that answered.
+    update: number, from 1, of the step's update that trained the sample; 0: none, and logprobs and entropy are NaN.
+    text: text of all tokens, the end token included. ends: int32, index in `text` where each token's text ends.
+    token_ids: int32.
+    rollout_logprobs, logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept.
+        rollout_logprobs: under the weights that sampled; logprobs, entropy: under the weights at the update's start. NaN: the
+        policy did not choose the token, the program did not use the answer (Sample.is_sampled), or a server that returns no
+        log-probs chose the token.
+    is_clipped: the ratio's clip is active.
+    is_gated: DMMPT masks the token.
+    is_masked: DMMPT or loss.correction masks the token.
     """
 
     step: int
@@ -65,8 +70,8 @@ def choose_samples(
 ) -> list[str]:
     """Choose the samples to log, `num_groups` whole groups of each agent, up to MOST_BYTES; return their uids.
 
-    Drawn from (seed, step, group id) alone, independent of the groups' order; groups with a sample in `trained` (uids with a
-    gradient) go first. Agents take turns, so that as far as possible every agent's first group fits.
+    The choice depends only on (seed, step, group id), not on the groups' order. Groups with a sample in `trained` (uids with a
+    gradient) come first. Agents are served in turn, so that the limit leaves at least one group of each agent if possible.
     """
     ranked: dict[str, list[Group]] = {}
     for group in sorted(groups, key=lambda group: _order(group, trained, seed, step)):
@@ -99,7 +104,7 @@ def _size(sample: Sample) -> int:
 def token_record(
     sample: Sample, step: int, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
 ) -> TokenRecord:
-    """Return a sample's tokens. renderer: its policy's; trained: an update's results, None if the sample was not trained."""
+    """Return the record of a sample. renderer: renderer of the policy; trained: values in the update, None if not trained."""
     pieces = renderer.pieces(sample.token_ids)
     is_sampled, num = sample.is_sampled, len(sample.token_ids)
     logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))

@@ -43,10 +43,12 @@ class TraceLog:
         trace.mark("step", 4)
         trace.save()
 
-    path: None if the spans go to another trace (`take`). zero: time.monotonic() at the trace's beginning.
-    The clock is time.monotonic(), which never jumps. Spans timed by another process (an engine, perhaps on another host) are
-    added by `add_wall`, as precise as the hosts' wall clocks agree. If the file exists (a resumed run) its spans are kept and
-    the clock continues after them.
+    path: file to write; None if `take` passes the spans to another trace.
+    zero: time.monotonic() at the beginning of the trace.
+
+    The clock is time.monotonic(), which never jumps. `add_wall` adds spans timed by other processes (engines, perhaps on other
+    hosts); they are as precise as the hosts' wall clocks agree. If the file exists (a resumed run), its spans are kept and the
+    clock continues after them.
     """
 
     def __init__(self, path: Path | None) -> None:

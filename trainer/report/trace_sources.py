@@ -20,9 +20,9 @@ _ENGINE_WORK = {
 
 
 def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
-    """Add a lane for every engine; engines are numbered over all policies, in the order of the pools, as they start.
+    """Add a lane for every engine: engine/0, engine/1, ... over all policies, in the order of the pools.
 
-    An engine added to a policy by rollout.rebalance has the policy's name.
+    The lane of an engine that rollout.rebalance adds to a policy later is named by the policy.
     """
     first = 0
     for pool in pools:

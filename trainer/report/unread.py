@@ -15,9 +15,9 @@ _LINE_BREAKS = {9: "␉", 10: "␊"}  # these symbols match those of `visible` f
 class Ended(NamedTuple):
     """End of a completion.
 
-    is_read: its parser found an answer, verdict, query or route.
-    is_cut: it was cut at the token limit, or its prompt was too long, so that it has
-    no tokens. text: at least its end.
+    is_read: the parser found an answer, verdict, query or route.
+    is_cut: the completion was cut at the token limit, or has no tokens because the prompt was too long.
+    text: the completion's text, or its end.
     """
 
     is_read: bool
@@ -29,10 +29,12 @@ class Ended(NamedTuple):
 def unread(agent: str, form: str, completions: Sequence[Ended]) -> str:
     r"""Return a sentence if more than a fifth of an agent's completions have no readable answer, or were cut; else "".
 
+    Example:
+
         97 % of solver's completions (97 of 100) have no answer in the form \boxed{...}; 41 % were cut at 128 tokens; one ends
         "She makes $18 every day."
 
-    form: what its parser looks for (Orchestration.form); "" if it looks for nothing.
+    form: description of the answer that the agent's parser expects (Orchestration.form); "" if it expects none.
     """
     without = [completion for completion in completions if form and not completion.is_read]
     cut = [completion for completion in completions if completion.is_cut and completion.num_tokens]
