@@ -1,4 +1,4 @@
-"""Operations of the loop (loop.py), on every rank. All ranks update; rank 0 plays, evaluates (driver.py) and logs."""
+"""Operations of the training loop (loop.py), on every rank. All ranks train; rank 0 plays, evaluates (driver.py) and logs."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.weights.sync import AdapterSync, Standby, SyncReport, WeightSync, publish_together
 
-_FEWEST_JUDGED = 20  # answers over one or more steps: with fewer, one or two missing ones exceed a small share
+_FEWEST_JUDGED = 20  # fewest answers, over one or more steps, for a meaningful share of missing judgements
 _NO_GRADIENT = "no sample had a gradient"
 _HOW_TO_REFILL = "; rollout.refill adds problems for groups with equal rewards (docs/credit.md)"
-_LANES = {"credit": "credit/main"}  # parts of a step with a lane other than rank 0's
+_LANES = {"credit": "credit/main"}  # parts of a step that trace.json shows in a lane other than the rank's
 
 
 class Run:
@@ -72,14 +72,14 @@ class Run:
         pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
         self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
-        self.consumed_version = 0  # version that trains on this step's batch; staleness is relative to it
+        self.consumed_version = 0  # policy version that trains on this step's batch; staleness counts from it
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)
             watch_judge(driver.team, self.trace)
             driver.rollout.listen(lambda: self.trace.mark("stage"), driver.log.episode_clock)
         self.seconds: dict[str, float] = {}
-        self.total_seconds = dict(seconds)  # by part, including the parts before the first step
+        self.total_seconds = dict(seconds)  # seconds of each part of the run, including those before the first step
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
         self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
@@ -99,12 +99,12 @@ class Run:
 
     @cached_property
     def groups(self) -> list[Together]:
-        """Groups of trained policies; policies that train together are in one group."""
+        """Groups of trained policies. Policies that share micro-batches are in one group."""
         return groups(self.learners, [agent.policy for agent in self.agents.values()])
 
     @property
     def _rank_0(self) -> Driver:
-        """Driver of rank 0, for work that only rank 0 does."""
+        """The driver; must be called only on rank 0."""
         assert self.driver is not None
         return self.driver
 
@@ -133,7 +133,7 @@ class Run:
         self.total_seconds[name] = self.total_seconds.get(name, 0.0) + elapsed
 
     def begin(self) -> None:
-        """Resume from a checkpoint if asked; send the weights to the engines; evaluate before the first step."""
+        """Resume from a checkpoint if run.resume is set; send the weights to the engines; evaluate before the first step."""
         barrier()  # Rank 0 has started its engines.
         resume, restored = self.config.run.resume, None
         if resume != "off":
@@ -184,9 +184,9 @@ class Run:
                 yield self.step
 
     def play(self) -> StepBatch | None:
-        """Play a stage and return its finished groups; None on ranks other than 0, which wait. Collective.
+        """Play a stage and return its finished groups on rank 0; other ranks wait and return None. Collective.
 
-        Raises Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
+        Raises Stopped: rank 0 was asked to stop. The previous step is saved; this step is lost.
         """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -222,7 +222,7 @@ class Run:
         return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 
     def note_credit(self, credited: Credited) -> None:
-        """Record, on rank 0, advantages for the samples log, and metrics of a common baseline (drmas_metrics)."""
+        """Record on rank 0 the advantages, for the samples log, and the metrics of credit (drmas_metrics)."""
         self._rank_0.log.note_credit(credited)
 
     def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
@@ -255,10 +255,10 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective.
+        """Put the engines to sleep in the body, so that the trainer can use their GPU memory. Collective.
 
-        The next request wakes the engines. For this group's policies, and for policies that train later in this step, that is the
-        publish, so these engines drop their weights. Engines of other policies next wake for a stage, and keep theirs.
+        Does nothing unless rollout.placement=colocated. The next request wakes the engines. The engines of this group, and of
+        groups that train later in the step, next get new weights, so they drop their present ones. Other engines keep theirs.
         """
         if not self.engines_drop_weights:
             yield
@@ -304,7 +304,7 @@ class Run:
             self._note_of(policy, step_metrics(stats, list(self.agents)))
 
     def _note_of(self, policy: str, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a policy on rank 0; if there are several policies, under its name."""
+        """Log a policy's metrics on rank 0. With several policies, the metrics' names begin with the policy's name."""
         prefix = "" if len(self.learners) == 1 else f"{policy}/"
         self._rank_0.log.note({prefix + name: value for name, value in metrics.items()})
 
@@ -313,9 +313,11 @@ class Run:
 
         batch: on rank 0; None elsewhere.
 
-        Raises RuntimeError, on all ranks at once: more than rollout.max_error_share of the step ended in errors; the judge left
-        more than judge.max_missing_share unjudged; the step has no completion and none is in progress; or trainer.max_empty_steps
-        steps in a row had samples of which none had a gradient.
+        Raises RuntimeError, on all ranks at once, if
+            more than rollout.max_error_share of the step's samples and episodes ended in errors;
+            the judge left more than judge.max_missing_share of the answers unjudged;
+            the step has no samples and no sample is in progress; or
+            in trainer.max_empty_steps consecutive steps, no sample had a gradient.
         """
         reason = ""
         if self.driver is not None and batch is not None:
@@ -334,7 +336,7 @@ class Run:
     def stop_if_diverged(self) -> None:
         """Stop the run if it has diverged. Call it once the step's metrics and samples are on disk.
 
-        Raises RuntimeError, on all ranks at once: trainer.max_bad_steps steps in a row had a non-finite loss or gradient.
+        Raises RuntimeError, on all ranks at once, if trainer.max_bad_steps consecutive steps had a non-finite loss or gradient.
         """
         for policy, bad in self.bad_steps.items():
             if len(bad) >= self.config.trainer.max_bad_steps:
@@ -346,9 +348,9 @@ class Run:
                 )
 
     def publish(self, group: Together, is_new: Mapping[str, bool]) -> None:
-        """Publish policies of a group to their engines at once.
+        """Publish the policies of a group to their engines in one publish.
 
-        is_new: by policy; False publishes the same version again, as the step changed nothing.
+        is_new: {policy: True if the step changed the weights}; False publishes the same version again.
         """
         for policy, is_updated in is_new.items():
             self.versions[policy] += is_updated
@@ -402,7 +404,7 @@ class Run:
             driver.league.keep(policy, report.version)
 
     def evaluate_if_due(self, step: int) -> None:
-        """Evaluate, if due, into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""
+        """Evaluate if an evaluation is due; rank 0 logs the results as the step's eval/... metrics. Collective."""
         if not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):
@@ -443,7 +445,7 @@ class Run:
     def checkpoint_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due. Collective.
 
-        It is due by run.checkpoint_every or run.checkpoint_minutes, after the last step, at the best evaluation so far
+        A checkpoint is due by run.checkpoint_every or run.checkpoint_minutes, after the last step, at the best evaluation so far
         (run.keep_best), and if a rank was asked to stop.
 
         Raises Stopped, on all ranks, if a rank was asked to stop; the step is saved.

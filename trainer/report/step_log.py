@@ -159,7 +159,8 @@ class StepLog:
     def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the step's parts, and tokens per second."""
         total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
-        overlaps = self._config.rollout.overlap > 0  # With overlap, the time spent waiting for a batch is not the decoding time.
+        # With overlap, the time spent waiting for a batch is not the decoding time.
+        overlaps = self._config.rollout.overlap > 0
         return {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
             "timing_s/total": total,

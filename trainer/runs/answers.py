@@ -18,13 +18,13 @@ Answer = TypeVar("Answer")
 
 
 def key_of(**parts: Any) -> str:
-    """Return the key of everything that an answer depends on: 32 hexadecimal digits."""
+    """Return the key of an answer, a hash of everything that the answer depends on: 32 hexadecimal digits."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file (path None: only in memory). read: parses an answer; None or an error if invalid."""
+    """Answers by key, in one file. path: None keeps them only in memory. read: parses an answer; None or raises if invalid."""
 
     def __init__(self, path: Path | None, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Answers(dict[str, Answer]):
     def add(self, key: str, answer: Mapping[str, Any], *, is_whole: bool = True) -> None:
         """Add an answer. After this returns, only a crash of the machine can lose the answer.
 
-        is_whole: False for an answer with a failure, which is not written and so is requested again next time.
+        is_whole: False if a part of the answer failed: it is then not written, so the next process requests it again.
         """
         line = json.dumps({"key": key, "answer": answer}, allow_nan=False).encode("ascii") + b"\n"
         if self._file is not None and is_whole:
@@ -68,7 +68,7 @@ class Answers(dict[str, Answer]):
         return list(answers.values())
 
     def _read_all(self, file: BinaryIO) -> int:
-        """Read all answers; returns the number of bytes in complete lines."""
+        """Read all answers; return the number of bytes in complete lines."""
         end = 0
         for line in file:
             if not line.endswith(b"\n"):

@@ -1,8 +1,9 @@
 """Collectives between ranks: barrier; broadcast, scatter and gather of bytes; raising one rank's error on all.
 
-Each collective begins with a meeting at the store (`barrier`), where idle ranks sleep: rank 0 plays, evaluates and starts engines
-alone, sometimes for hours, and a waiting NCCL kernel would block the GPU for an engine on it. The collective after a meeting is
-short, and so is its timeout (COLLECTIVE_S). Meetings have no timeout: heartbeat.py detects ranks that have died.
+Each collective begins with a meeting at the store (`barrier`), at which ranks sleep until all have arrived. Rank 0 plays,
+evaluates and starts engines alone, sometimes for hours; a rank that waited in an NCCL kernel would block the GPU for an engine
+that shares it. The collective after a meeting is short, and so is its timeout (COLLECTIVE_S). Meetings have no timeout:
+heartbeat.py detects ranks that have died.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_S = 1800.0
-"""Timeout of a collective that all ranks have reached; it expires if a rank hangs but its heartbeat continues. Exceeds the spread
-between ranks that load a model from one slow disk."""
+"""Timeout in seconds of a collective that all ranks have reached. It expires if a rank hangs while its heartbeat continues. Ranks
+that load a model from one slow disk may differ by less than this."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes of each rank in one all_gather, which bounds the memory on the device, as it takes the largest size for every rank."""
+"""Largest number of bytes per rank in one all_gather. It bounds the device's memory: all ranks' buffers have the largest size."""
 
 SCATTER_BYTES = 64 << 20
-"""Most bytes on rank 0's device in one scatter, all parts together; other devices hold one part."""
+"""Largest number of bytes on rank 0's device in one scatter, over all parts; other devices hold one part."""
 
 _LONG = datetime.timedelta(days=1)  # Timeout of one wait at the store; the wait is then repeated.
 
@@ -40,7 +41,7 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Sleep until all ranks are here, without a timeout (see the module). Collective."""
+    """Sleep until all ranks have called this, without a timeout (see the module's docstring). Collective."""
     if world_size() == 1:
         return
     meeting = _meeting()
@@ -59,7 +60,7 @@ def barrier() -> None:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Meeting point of the ranks, on its own connection (a waiting rank blocks its connection). number: meetings so far."""
+    """Meeting point of the ranks, on a separate connection to the store, which a waiting rank blocks. number: meetings so far."""
 
     store: dist.Store
     number: int = 0
@@ -118,10 +119,10 @@ def broadcast_bytes(data: bytes | None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Groups for sending bytes to all ranks of a data rank: along `across`, then inside each replica.
+    """Process groups to send bytes from rank 0 to all ranks of each data-parallel replica: over `across`, then over `inside`.
 
-    across: rank 0's group, with the first rank of every `inside`; None on other ranks.
-    inside: this rank's group, whose members have one data rank.
+    across: the first ranks of all replicas; None on other ranks.
+    inside: the ranks of this rank's replica, which have one data rank.
     """
 
     across: dist.ProcessGroup | None
@@ -129,9 +130,10 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """Return this rank's part. Collective; call `barrier` before the first call, because scatter does not wait at the store.
+    """Return this rank's part of rank 0's bytes. Collective; call `barrier` before the first call, as scatter itself has none.
 
-    parts: by data rank, on rank 0; None on other ranks. data_ranks: the data rank of each rank.
+    parts: on rank 0, the bytes for each data rank; None on other ranks.
+    data_ranks: the data rank of each rank.
     """
     device = _device()
     sizes = torch.zeros(max(data_ranks) + 1, dtype=torch.int64, device=device)
@@ -162,7 +164,7 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Return every rank's bytes, by rank, on every rank. Collective; the device holds PIECE_BYTES of each rank at a time."""
+    """Return on every rank the bytes of all ranks, in order. Collective; the device holds PIECE_BYTES per rank at a time."""
     if world_size() == 1:
         return [data]
     barrier()

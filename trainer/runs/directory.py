@@ -164,8 +164,8 @@ class RunDirectory:
     ) -> RunDirectory:
         """Create directory/name or, unless resume is "off", open it.
 
-        The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims it, so that two runs
-        started in the same second do not share it. A folder whose run never began (its start failed) is reused.
+        The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims the name, so that two
+        runs started in the same second differ. A folder without data, left by a failed start, is reused.
 
         Raises ValueError if the name exists, its run began, and resume is off; if it is not a run directory or not a plain file
         name; for resume without a name; or if the folder is not writable.
@@ -196,7 +196,7 @@ class RunDirectory:
             existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
             if not existing.is_dir() and (existing != path or name is None):
                 raise ValueError(f"run.dir={root}: {existing} is a file; name a folder")
-            if existing.is_dir():  # A test write, because permissions alone do not decide for root, or in /proc.
+            if existing.is_dir():  # Try to write: permissions alone do not tell, for root or in /proc.
                 tempfile.TemporaryDirectory(dir=existing, prefix="marsrl-").cleanup()
         if name is None:
             return None
@@ -281,7 +281,7 @@ class RunDirectory:
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def best_evaluated(self, steps: Iterable[int]) -> int | None:
-        """Return the step with the best evaluation, the first of equals; None if none is evaluated."""
+        """Return the one of these steps with the best evaluation, the first of equals; None if none is evaluated."""
         means: dict[int, float] = {}
         for step in sorted(steps):
             file = self.evaluation(step) / "evaluation.json"
@@ -290,7 +290,7 @@ class RunDirectory:
         return max(means, key=means.__getitem__, default=None)
 
     def mark_best(self) -> int | None:
-        """Write into checkpoints/best which checkpoint has the best evaluation; return its step, or None if none has one."""
+        """Write the name of the checkpoint with the best evaluation into checkpoints/best; return its step, or None."""
         best, pointer = self.best_evaluated(self.steps_on_disk()), self.checkpoints / "best"
         if best is None:  # The run resumed from before all evaluated steps.
             pointer.unlink(missing_ok=True)
@@ -312,7 +312,7 @@ class RunDirectory:
             steps = self.steps_on_disk()
             if len(steps) > 1:
                 raise CheckpointError(f"{pointer} is missing, but there is {_named(steps)}")
-            # With a single checkpoint, the run was killed after renaming it and before writing `latest`.
+            # If there is a single checkpoint, the run was killed between renaming that checkpoint and writing `latest`.
             return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         match = _STEP.fullmatch(content)
@@ -329,7 +329,7 @@ class RunDirectory:
 
 
 def refuse_file_of_a_run(path: Path) -> None:
-    """Raise ValueError if a command would replace a file of a run: only the run that holds its lock may."""
+    """Raise ValueError if a command would replace a file of a run. Only the run itself, which holds the lock, may do so."""
     for folder in path.absolute().parents:
         if path.exists() and (folder / "lock").is_file() and (folder / "config.yaml").is_file():
             raise ValueError(f"{path} is a file of the run in {folder} and is never replaced; name another file")
@@ -352,7 +352,7 @@ def _naming_run_dir(root: Path) -> Iterator[None]:
 
 
 def claim(root: Path, name: str, now: datetime | None = None) -> Path:
-    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then with -2, -3, ... appended. now: None: the present."""
+    """Create the folder name-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken. now: time; None: the current time."""
     root.mkdir(parents=True, exist_ok=True)
     name, attempt = f"{name}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}", 1
     while True:

@@ -48,7 +48,7 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
     """Return sentences about the step from which an existing run resumes, and the settings that differ.
 
-    Raises ValueError if it cannot resume with these settings or problems; names each with the run's value and the new one.
+    Raises ValueError if the run cannot resume with these settings or problems: the message gives each old and new value.
     """
     if not run.has_begun:
         return [f"run: {run.path}, left by a failed start: begins at step 1"]
@@ -99,7 +99,7 @@ def settings_in(file: Path) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """Return the settings with the run's original warm start, because a resumed run has its weights in checkpoints."""
+    """Return the settings with the warm start's settings from the run's beginning: checkpoints contain its weights."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config
@@ -108,9 +108,9 @@ def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
 
 
 def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
-    """Yield learning rates of the next step that differ from those under the settings of the last start.
+    """Yield the learning rates of the next step that the new settings change, compared with the run's last start.
 
-    A decay stretches to run.steps: more steps raise the rate of a run that has nearly ended.
+    A decay ends at run.steps, so more steps raise the learning rate of a run that has nearly ended.
     """
     file = run.configs[-1]
     last = settings_in(file)
@@ -141,7 +141,7 @@ def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
     except RuntimeError as error:
         if config.run.resume == "auto":
             raise ValueError(f"{error}; run.resume=previous resumes from the newest intact one") from error
-        newest = max(run.steps_on_disk(), default=0)  # Whether it is intact is known once its files are read.
+        newest = max(run.steps_on_disk(), default=0)  # The checkpoint may be damaged; its files are read later.
         return f"run: {run.path} goes back to its newest intact checkpoint ({error})", newest
     if latest is None:
         return f"run: {run.path} has no checkpoint yet: begins again at step 1", 0
@@ -181,7 +181,8 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
-    """Yield data settings whose problems changed: problems are sampled by index, and evaluations are compared."""
+    """Yield data settings with changed problems, which a run cannot resume with: it samples them by index, and compares
+    evaluations."""
     try:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:

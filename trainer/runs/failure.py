@@ -17,7 +17,8 @@ from marsrl.trainer.runs.manifest import missing_or_cut
 from marsrl.trainer.visible import visible
 
 RANK_0_PRINTS_S = 30.0
-"""Seconds that other ranks wait for rank 0 to print a common error: torchrun kills all ranks once one has failed."""
+"""Seconds that other ranks wait before they exit with a common error, so that rank 0 can print it: torchrun kills all ranks once
+one has failed."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -40,16 +40,17 @@ class RankLost(RuntimeError):
 
 
 class Heartbeat:
-    """Thread that beats for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
+    """Thread that sends heartbeats while a run lasts, and watches other ranks: `with Heartbeat(store, rank, world_size): ...`.
 
-    store: a separate connection, because a client handles one request at a time, and the rank's own client may be waiting.
-    silence_s: time within which a silent rank is detected (run.silence_s).
+    store: a separate connection, because a client handles one request at a time, and the rank's main client may be waiting.
+    silence_s: seconds within which a silent rank is detected (run.silence_s).
     go_on: returns the text that tells users how to resume.
-    stop: called once, in the thread, with the reason and the beats of the silent ranks.
-    clock: seconds, to measure the silence of other ranks.
+    stop: called once, in the thread, with the reason and the last beats of the silent ranks; default: end this process.
+    beat_s: seconds between beats.
+    clock: returns seconds, to measure the silence of other ranks.
 
-    A stopped run leaves the body with RankLost, whatever the stop raised there; with KeyboardInterrupt if another rank
-    was interrupted.
+    If the run is stopped, the `with` block raises RankLost in place of any other exception, or KeyboardInterrupt if the user
+    interrupted another rank.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Heartbeat:
 
     def _watch_store(self) -> None:
         """Watch for a lost store: a machine that loses power closes no connections, so clients of its store wait forever."""
-        waited_s = 0.0  # Counted in beats of this process, so that a pause of this process counts as one beat.
+        waited_s = 0.0  # Counted in beats, so that a pause of this whole process counts as one beat.
         while self._reason is None and not self._left.wait(self._beat_s):
             waited_s = 0.0 if self._answered.is_set() else waited_s + self._beat_s
             self._answered.clear()
@@ -154,11 +155,11 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """Longest tolerated silence: a beat may be sent one interval late and read another interval late."""
+        """Longest tolerated silence, in seconds: a beat may be sent one interval late and read another interval late."""
         return self._silence_s - 2 * self._beat_s
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
-        """Return (reason to stop, rank 0's last beat)."""
+        """Return (reason to stop, [rank 0's last beat]); [] if torchrun has ended."""
         if has_ended(self._launcher):
             self._is_interrupted = True
             return f"torchrun has ended together with its store: {how}", []

@@ -51,7 +51,7 @@ class RunLock:
 
     @classmethod
     def of_out(cls, out: Path, warn: Callable[[str], None]) -> RunLock:
-        """Create a command's folder --out and return its lock; ValueError if a run owns it. warn: called with any warning."""
+        """Create a command's folder --out and return its lock. Raises ValueError if a run owns it. warn: called with a warning."""
         if RunDirectory(out).has_begun:
             raise ValueError(f"--out {out} is the directory of a training run; name another folder")
         out.mkdir(parents=True, exist_ok=True)
@@ -78,10 +78,9 @@ def why_held(run: RunDirectory) -> str:
 
 
 def standing(run: RunDirectory) -> str:
-    """Return the run's state in words.
+    """Return the run's state: "running", "finished", "stopped" (or killed), or "not finished" (no process is known).
 
-    running: another process writes the run; finished; stopped, or killed; not finished: no process is known to have written it.
-    A process that writes its own report does not count as running.
+    The run is not "running" if only the calling process holds its lock, to write a report.
     """
     why = why_held(run)
     if why and f" process {os.getpid()} on " not in why:

@@ -13,8 +13,8 @@ from types import FrameType
 
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
-_SAME_S = 1.0  # A terminal and torchrun deliver one Ctrl-C twice within this time.
-_GONE_S = 2.0  # A killed torchrun ends at most this long after its connections close.
+_SAME_S = 1.0  # Seconds within which the terminal and torchrun both deliver one Ctrl-C.
+_GONE_S = 2.0  # Seconds within which a killed torchrun ends after its connections close.
 _ends_now = threading.Event()
 
 
@@ -34,7 +34,7 @@ def handlers_restored() -> Iterator[None]:
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal causes both, and the second must not disturb the exit."""
+    """Raise KeyboardInterrupt for Ctrl-C and for torchrun's SIGTERM. Ctrl-C in a terminal causes both; ignore the second."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
@@ -55,7 +55,7 @@ def let_first_rank_end(launcher: int) -> None:
 def has_ended(launcher: int) -> bool:
     """Return True if torchrun, this process's parent, has ended, or ends within _GONE_S.
 
-    The connections of a killed process close before its children get another parent.
+    The wait is needed because the connections of a killed process close before its children get another parent.
     """
     end = time.monotonic() + _GONE_S
     while os.getppid() == launcher and time.monotonic() < end:
@@ -70,11 +70,11 @@ def end_now() -> None:
 
 
 class StopSignals:
-    """Recorder of the first SIGINT or SIGTERM (is_asked), which the run checks where it can stop.
+    """Recorder of SIGINT and SIGTERM. After the first one, is_asked is True; the run checks it where it can stop.
 
     A second signal ends the run at once.
 
-    clock: seconds.
+    clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +87,7 @@ class StopSignals:
     def noted(self) -> Iterator[None]:
         """Record signals in the body, and after an error in it. Main thread only.
 
-        The duplicate of a Ctrl-C must not disturb the exit; handlers_restored ends the recording.
+        Recording continues until handlers_restored, so that the duplicate of a Ctrl-C cannot disturb the exit.
         """
         before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
         yield

@@ -64,7 +64,7 @@ class DemonstrationTokens:
         """Return a sequence that trains all of the completion and none of the prompt.
 
         prompt: text, tokenised as it is, or messages, rendered by the chat template.
-        writer: index by which losses are summed.
+        writer: index of the writer; losses are summed by writer.
         ends: append the end token to the completion.
         weights: weight of each token of the completion, including the end token; None: 1.
         """
@@ -91,7 +91,7 @@ _HALF = math.log(0.5)
 
 
 class Measured(NamedTuple):
-    """Mean loss of a writer's tokens, nats. accuracy: share of them that the model gives more than half of the probability."""
+    """Mean loss of a writer's tokens, nats. accuracy: share of these tokens with a probability above 0.5 under the model."""
 
     loss: float
     num_tokens: int
@@ -108,7 +108,7 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal at which training stops: loss (nats per token) below `loss`, accuracy at least `accuracy`; None: not required."""
+    """Goal at which training stops: loss below `loss` (nats per token), accuracy of at least `accuracy`. None: not required."""
 
     loss: float | None = None
     accuracy: float | None = None
@@ -125,7 +125,7 @@ def teach(
 ) -> Iterator[tuple[dict[int, Measured], dict[str, StepStats]]]:
     """Take an optimizer step of each policy on the mean loss per token of each lesson. Collective.
 
-    Yield, for each lesson, the weighted loss of each writer (its accuracy is not measured), and the statistics of each policy.
+    Yield, for each lesson, each writer's weighted loss (without an accuracy) and each policy's statistics.
 
     max_tokens: tokens of a micro-batch.
     uncounted: writers whose tokens are not in the loss's denominator, and whose losses are not returned.

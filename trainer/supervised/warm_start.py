@@ -1,12 +1,12 @@
-"""The warm start: policies with random weights imitate tutors and become a mediocre team, as `marsrl sft` teaches a user's file.
+"""Warm start: policies with random weights imitate a tutor, by the same training as `marsrl sft`, and become a mediocre team.
 
     phase 1   one role, until its averaged loss is low       (rollout/tasks/*/tutor.py explains the order)
     phase 2   all roles, until the judged role's is low too
     phase 3   all roles, while the learning rate falls
 
-The result is cached by the hash of its recipe, torch's version and the processor, and RL always starts from the cached file,
-so that runs from a fresh and from a cached warm start are the same. The folder ready/ holds the start of one recipe, the default
-run's (docs/cpu_default.md): its float32 weights are the same on every processor.
+The result is cached by the hash of the recipe, torch's version and the processor. RL always starts from the cached file, so that
+runs with a new and with a cached warm start are the same. The folder ready/ holds the result for one recipe, that of the default
+run (docs/cpu_default.md), so that it starts from the same float32 weights on every processor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.supervised.imitation import DemonstrationTokens, Goal, Lesson, supervised_learner, teach
 from marsrl.trainer.supervised.tutors import tutor_of
 
-RECIPE = 3  # bump it when results change: warm starts of another recipe, cached or ready-made, are not used
+RECIPE = 3  # number of the recipe; raise it when results change, so that older warm starts, cached or ready-made, are not used
 READY = Path(__file__).parent / "ready"
 WRITERS = (*Role, None)  # the learner's "agents": roles and drills
 DRILLS = WRITERS.index(None)
@@ -46,7 +46,7 @@ SHAPE = "cpu_default"  # default of policies.<name>.shape
 
 
 def cache_directory() -> Path:
-    """Folder of cached warm starts: in $MARSRL_CACHE or ~/.cache/marsrl."""
+    """Return the folder of cached warm starts, in $MARSRL_CACHE or ~/.cache/marsrl."""
     return Path(os.environ.get("MARSRL_CACHE") or Path.home() / ".cache" / "marsrl") / "warm_start"
 
 
@@ -91,7 +91,7 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """Name of the recipe's folder in the cache. Includes hardware and torch's version, because others round differently."""
+    """Return the name of the recipe's folder in the cache. It depends on hardware and torch's version, which affect rounding."""
     made_on = {"torch": torch.__version__, "device": device_name()}
     return hashlib.sha256(json.dumps(recipe | made_on, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -29,9 +29,9 @@ from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.learner.learner import Learner, Together
 from marsrl.trainer.learner.other_roundings import Precision
 
-_NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # sequences for a single policy; for each of several adapters
+_NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # number of sequences for a single policy, and for each of several adapters
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
-_FIRST, _LATER = 3.0, 2.0  # Bounds of the median, relative to the noise's and to that of the first comparison.
+_FIRST, _LATER = 3.0, 2.0  # Bounds of the median: times the noise's median, and times the first comparison's ratio.
 _SHARE = 0.2
 _DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens under a diverged policy.
 _FLOOR = 1e-6  # Nats: spacing of float32 log-probs between -8 and -16.
@@ -47,11 +47,13 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """Distance of an engine's log-probs from the trainer's, over num_tokens; the largest of several engines.
+    """Difference between an engine's log-probs and the trainer's, over num_tokens tokens; of several engines, the largest.
 
-    largest, median: of |difference|, nats. noise: the median from rounding alone, nats.
-    share, num_last: share of all tokens, and number of last tokens, that differ by more than `bound`, which
-        is twice the 90 % quantile of the noise.
+    largest, median: statistics of |difference|, nats.
+    noise: median of |difference| that rounding alone causes, nats.
+    bound: twice the 90 % quantile of the noise, nats.
+    share: share of all tokens that differ by more than `bound`.
+    num_last: number of sequences with a last token that differs by more than `bound`.
     """
 
     num_tokens: int
@@ -132,13 +134,13 @@ def _packed(sequences: Sequence[IntArray], align: int, agents: Sequence[int] | N
 class EngineComparison:
     """Comparison of trainer and engines, version after version.
 
-    The first comparison of a process, when both have read the same files or resume from the same checkpoint,
-    is judged by the noise alone. Its median difference depends on kernels and hardware; later ones may be twice as large
-    relative to the noise, with a bound of at least 2 and at most 3 times the noise.
+    The first comparison of a process follows a start from the same files or the same checkpoint, and allows a median difference
+    of 3 times the noise. The ratio found there depends on kernels and hardware. Later comparisons allow twice that ratio, but at
+    least 2 and at most 3 times the noise.
     """
 
     def __init__(self, adapter: str = "") -> None:
-        """adapter: the compared adapter's name, for messages; "": the model's weights are compared."""
+        """Compare an adapter (its name, for messages), or with "" the model's weights."""
         self.whose = f"adapter {adapter}, " if adapter else ""
         self._most = _FIRST  # Largest allowed ratio of the median difference to the noise's median.
         self._is_first = True
@@ -148,8 +150,8 @@ class EngineComparison:
     ) -> ComparisonReport:
         """Return the report of the engine that differs most.
 
-        Raises RuntimeError if there is nothing to compare, a log-prob is not finite, or an engine differs by more than rounding;
-        with the statistic, its value and bound, the engine, and the token that differs most.
+        Raises RuntimeError if there is nothing to compare, a log-prob is not finite, or an engine differs by more than rounding.
+        The message gives the statistic, its value and bound, the engine, and the token that differs most.
         """
         where = f"weight sync: {self.whose}version {version}"
         ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
@@ -253,7 +255,7 @@ class CheckedEngines:
     """Pool of engines whose weights and log-probs are verified.
 
     adapter: name of the adapter to verify; "": the model's weights.
-    shards_of_each: the model's shard on each worker of an engine, the same for all engines.
+    shards_of_each: shards of the model on the workers of one engine, the same for all engines.
     """
 
     def __init__(
@@ -309,7 +311,7 @@ class CheckedEngines:
     def compare(self, scores: TrainerScores, version: int, *, bare: bool = False) -> ComparisonReport:
         """Compare the engines' log-probs with the trainer's; RuntimeError if they differ by more than rounding.
 
-        bare: engines score without the adapter.
+        bare: True if the engines score without the adapter.
         """
         of_engines = self.pool.score(self._sequences, "" if bare else self.adapter)
         return self._comparison.compare(scores, of_engines, version)
@@ -334,7 +336,7 @@ class CheckedEngines:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Adapter to compare with others. is_bare: it has no effect, so the bare weights must give the same log-probs."""
+    """One of several adapters to compare together. is_bare: True if the adapter has no effect yet: engines score without it."""
 
     engines: CheckedEngines
     scores: TrainerScores

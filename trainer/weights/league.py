@@ -1,4 +1,4 @@
-"""Past versions of a policy's adapter: kept in the run's directory, and loaded as opponents in evaluations.
+"""Past versions of a policy's adapter, kept in the run's directory and loaded into the engines as opponents for evaluations.
 
     Run.publish     -> League.keep      copies the published PEFT directory to run/league/main@40, with a manifest
     Driver.evaluate -> League.load      loads each opponent into a slot of the engines, and verifies its checksums
@@ -35,20 +35,20 @@ class League:
     def __init__(
         self, config: LeagueConfig, run: RunDirectory, sync: AdapterSync, directory: str | Path | None = None
     ) -> None:
-        """sync: publishes the policy's adapter. directory: sync.directory, which the engines' hosts see."""
+        """Open the league of a run. sync: publisher of the adapter. directory: sync.directory, visible to the engines' hosts."""
         self.config, self._run, self._sync = config, run, sync
         self._files = PrivateFolder(directory)
         self._held: dict[str, int] = {}  # version that each used slot holds
 
     def forget_after(self, version: int) -> None:
-        """Remove versions after this one, which the run will make again, and partial directories. -1: remove all."""
+        """Remove later versions, which the resumed run will make again, and partial directories. version -1: remove all."""
         for path in self._run.league.glob(f"{self.config.policy}@*"):
             number = path.name.rpartition("@")[2]
             if not number.isdecimal() or int(number) > version:
                 shutil.rmtree(path)
 
     def keep(self, policy: str, version: int) -> None:
-        """Keep the version that was just published if it will be an opponent; remove those that nothing needs any more."""
+        """Keep the version that was just published if it will be an opponent; remove versions that are no longer needed."""
         folder = self._folder(version)
         if policy != self.config.policy or version not in self.config.opponents(version + 1) or folder.exists():
             return
@@ -65,7 +65,7 @@ class League:
     def load(self, version: int) -> dict[int, str]:
         """Load this version's opponents that no slot holds yet; return {opponent's version: its slot}.
 
-        Raises RuntimeError: a kept file is damaged, or an engine does not hold what was kept.
+        Raises RuntimeError if a kept file is damaged, or an engine's checksums differ from the kept adapter's.
         """
         opponents = [kept for kept in self.config.opponents(version) if self._folder(kept).exists()]
         for kept in opponents:
@@ -95,7 +95,7 @@ class League:
         return self._run.league / f"{self.config.policy}@{version}"
 
     def _needed(self, version: int) -> Sequence[int]:
-        """Return the versions that a run at this version will play, now or after its next update."""
+        """Return the versions that a run at this version plays now, or after its next update."""
         return [*self.config.opponents(version), *self.config.opponents(version + 1)]
 
     def _saved(self) -> list[int]:
