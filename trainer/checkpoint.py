@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """State to resume from. step: the last step in the checkpoint; rollout: None in supervised training."""
+    """State to resume from. step: the last step in the checkpoint. rollout: state of the rollout; None in supervised training."""
 
     step: int
     versions: dict[str, int]
@@ -86,7 +86,7 @@ class CheckpointWriter:
 
         rollout: state on rank 0; None elsewhere, and in supervised training. A save in progress is finished first.
 
-        Raises RuntimeError, on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
+        Raises RuntimeError, on all ranks, if a rank could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
         part = self._part(step)
@@ -99,7 +99,7 @@ class CheckpointWriter:
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
         copy = self._is_async
         policies = {name: learner.begin_save(part / "policies" / name, copy=copy) for name, learner in learners.items()}
-        # An interrupted run does not wait for a daemon thread, and does not use its partial files.
+        # A daemon thread does not delay the exit of an interrupted run; its partial files are never used.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
         self._pending = _Pending(step, policies, writer)
         if self._is_async:
@@ -116,7 +116,7 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older checkpoints.
 
-        Raises RuntimeError, on all ranks, if one could not write.
+        Raises RuntimeError, on all ranks, if a rank could not write.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -143,7 +143,7 @@ class CheckpointWriter:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints. After a resume from an earlier one, later checkpoints stay until their step is repeated."""
+        """Remove old checkpoints. After a resume from an earlier step, later checkpoints stay until their step is repeated."""
         past = [other for other in self._run.steps_on_disk() if other <= step]
         best = self._run.mark_best() if self._keep_best else None
         for old_step in past[: -self._keep_last]:
@@ -153,7 +153,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _cleared(self, step: int) -> Iterator[None]:
-        """Remove the partial checkpoint, as far as possible, if the body fails: it may have filled the disk."""
+        """Remove the partial checkpoint, as far as possible, if the body fails, because it may have filled the disk."""
         try:
             yield
         except RuntimeError:

@@ -225,7 +225,7 @@ def _sync_words(sync: SyncTime) -> str:
 
 
 def _splits(policy: PolicyPlan) -> Table:
-    """Return the table of alternative engine setups, with numbers of GPUs that suit each."""
+    """Return the table of alternative engine setups, each with its best split of the GPUs."""
     headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
     rows = []
     for split in policy.splits:

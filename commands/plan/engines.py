@@ -25,13 +25,17 @@ from marsrl.trainer.learner.megatron.layout import Layout
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
+    """Engines of one policy.
 
-    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte per number; auto: in dtype.
-    cache_bytes: size of the KV cache on each GPU; None: the memory that memory_share leaves beside the weights.
-    spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
-    adapters: trained adapters, each in its own slot. more_slots: number of slots for past adapters (league).
-    transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
+    memory_share: share of a GPU's memory that an engine may use.
+    longest: number of tokens of the longest sequence.
+    kv_cache: dtype of keys and values: fp8 takes one byte per number, auto is `dtype`.
+    weights: dtype of the layers' matrices, as for kv_cache.
+    cache_bytes: size of the KV cache on each GPU; None: the rest of memory_share beside the weights.
+    spreads_experts: True for expert parallelism, with each expert whole on one of the engine's GPUs.
+    adapters: trained adapters, each in a slot of its own.
+    more_slots: number of slots for past adapters (league).
+    transfer_bytes: size of NCCL's buffers on each GPU, in addition to memory_share.
     """
 
     shape: ModelShape
@@ -82,9 +86,9 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one GPU of an engine, and the capacity of its KV cache. kv_cache is negative if the weights do not fit.
+    """Bytes on one GPU of an engine, and the capacity of the engine's KV cache. kv_cache is negative if the weights do not fit.
 
-    taken: bytes in use on the GPU. has_room: True if the GPU has that many.
+    taken: bytes in use on the GPU. has_room: True if the GPU has as many.
     """
 
     weights: float
@@ -106,8 +110,12 @@ class EngineMemory:
 class Demand:
     """A step's completions.
 
-    prompt, response: mean tokens of a sample. group_size: samples that share a prompt, whose keys are computed once.
-    tokens_per_stage: maximum tokens of a sample in a stage. overlaps: decoding continues while new weights arrive.
+    samples: number of completions.
+    prompt, response: mean number of tokens of a prompt and of a completion.
+    group_size: number of samples that share a prompt; the prompt's keys and values are computed once.
+    segments: maximum number of stages of a completion.
+    tokens_per_stage: maximum number of tokens of a completion in one stage.
+    overlaps: True if decoding continues while new weights arrive.
     """
 
     samples: float
@@ -140,9 +148,11 @@ class Demand:
 
 @dataclass(frozen=True)
 class RolloutTime:
-    """Seconds to decode one step's completions. concurrency: mean number of requests that an engine decodes at once.
+    """Seconds to decode one step's completions.
 
-    prefill: the part of the seconds spent on prompts and on prefixes that are computed again. prefilled: tokens of both.
+    concurrency: mean number of requests that an engine decodes at once.
+    prefill: seconds, out of `seconds`, for prompts and for prefixes that are computed again.
+    prefilled: number of tokens of these prompts and prefixes.
     """
 
     seconds: float
@@ -228,7 +238,7 @@ def _weight_bytes(setup: EngineSetup) -> float:
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
-    """Return one GPU's bytes of the weights that an engine's GPUs split. touched: share of the experts that is read."""
+    """Return the bytes per GPU of the weights that an engine's GPUs split. touched: share of the experts that is read."""
     counts, size = elements(setup.shape), float(SIZE[setup.dtype])
     if setup.weights == "fp8":
         size = 1 + SIZE["float32"] / FP8_BLOCK**2  # one scale per block
@@ -237,7 +247,7 @@ def _cut_bytes(setup: EngineSetup, touched: float) -> float:
 
 
 def _layer_numbers(setup: EngineSetup, touched: float = 1.0) -> float:
-    """Return one GPU's numbers of the layers' matrices, with those that pad experts. touched: share of the experts."""
+    """Return how many numbers of the layers' matrices a GPU holds, experts' padding included. touched: share of the experts."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
     padding = 1.0
@@ -254,7 +264,7 @@ def _whole_bytes(setup: EngineSetup) -> float:
 
 
 def slot_bytes(setup: EngineSetup) -> float:
-    """Return one GPU's bytes of the slots of all adapters.
+    """Return the bytes per GPU of the slots of all adapters.
 
     Every slot, including its experts' part, has the largest rank and all target modules of any adapter. Matrices are split as in
     training.

@@ -65,7 +65,7 @@ def elements(shape: ModelShape) -> Elements:
 
 @lru_cache(maxsize=64)
 def num_pieces(shape: ModelShape, expert: int) -> int:
-    """Return the number of pieces sent for a model: one per tensor; for a layer's experts, three stacks per expert rank."""
+    """Return the number of pieces sent in a publish: one per tensor, and three stacks per expert rank for a layer's experts."""
     found = [unit for unit in units(shape, 1) if unit.expert in (None, 0)]
     return sum(len(unit.hf) * (1 if unit.expert is None else expert) for unit in found)
 

@@ -10,15 +10,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KlToGo:
-    """Log-ratio to the reference, summed for each token of a packed batch over itself and the later tokens of its sample.
+    """Sum of the log-ratio to the reference over each token of a packed batch and the later tokens of the same sample.
 
-    With advantages of minus this sum, the policy gradient of samples of the current policy is minus the gradient of the whole
-    sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other
-    samples is subtracted as a baseline: this leaves the expected gradient unchanged, and without it almost all advantages would
-    be negative.
+    If minus this sum is the advantage, the policy gradient on samples of the current policy is minus the gradient of the whole
+    sample's KL(policy || reference); terms before a token do not depend on the token. The mean over the agent's other samples is
+    subtracted as a baseline. This leaves the expected gradient unchanged; without it almost all advantages would be negative.
 
-    values: [T] float64, nats. sample_of: [T] int64. sums: [S, 2] float64, per sample the sum over its trained tokens and their
-    number. agent_of: [S] int64. All on the CPU.
+    All tensors are on the CPU.
+    values: [T] float64, the sums, nats.
+    sample_of: [T] int64, index of each token's sample.
+    sums: [S, 2] float64, for each sample the sum of `values` over trained tokens, and the number of these tokens.
+    agent_of: [S] int64, index of each sample's agent.
     """
 
     values: Tensor

@@ -1,4 +1,4 @@
-"""Perturbation of every intermediate result by a rounding error, to get results as another correct program would.
+"""Perturbation of every intermediate result by a rounding error, to get the results that another correct program could give.
 
 Two programs that compute one model in one dtype differ only in their roundings. How far this moves their log-probs
 apart depends on the weights, the depth and near-ties of a router: from 1e-7 to whole nats. No constant can
@@ -25,7 +25,7 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a program's results, and of its keys and values and its layers' matrices if coarser."""
+    """Dtypes of another program: of results, and of keys and values and of layers' matrices, if these are coarser."""
 
     results: torch.dtype
     cache: torch.dtype | None = None
@@ -47,8 +47,8 @@ class Precision:
 def other_roundings(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Perturb, in the body, outputs of modules with parameters by up to a unit roundoff of the other program's `precision`.
 
-    Half of the error is per number, half per row (as if a norm's or a router's scale was rounded). If a module returns
-    a coarser dtype, its roundoff applies. The errors are the same in every call.
+    Half of the error is per number, half per row (as if the scale of a norm or router was rounded). If a module returns a coarser
+    dtype than `precision`, the roundoff of that dtype applies. The errors are the same in every call.
     """
     hooks = [
         module.register_forward_hook(_rounding(dtype, index + number * 100_003))
@@ -64,7 +64,7 @@ def other_roundings(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], Any]:
-    """Return a forward hook that perturbs a module's output, or the first of several."""
+    """Return a forward hook that perturbs a module's output; of several outputs, the first."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def rounded(x: Any) -> Any:

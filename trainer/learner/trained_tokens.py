@@ -16,9 +16,10 @@ CLIPPED, GATED, MASKED = 1, 2, 4  # Bits of a mark.
 class TrainedTokens:
     """Sampled tokens [M] of one sample, in order, as an update evaluated them before it changed the weights.
 
-    logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept. marks: uint8,
-    CLIPPED (the ratio's clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction, without
-    any loss term). update: number, from 1, of the update in the step that trained it.
+    logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept.
+    marks: uint8, bits: CLIPPED (the ratio's clip is active), GATED (masked as well mastered), MASKED (the gate or loss.correction
+        masks the token, so it has no loss term).
+    update: number, from 1, of the step's update that trained the sample.
     """
 
     uid: str
@@ -32,9 +33,10 @@ class TrainedTokens:
 class TrainedSample:
     """A sample's tokens in an update, or the part of them on one context-parallel rank.
 
-    num_tokens: trained tokens, whatever the sample's weight. gap: sum of |log p_trainer - log p_rollout| over them, nats,
-    before the update; NaN if rollout log-probs are unknown. is_applied: False if the update was skipped. update: its number,
-    from 1, in the step.
+    num_tokens: number of trained tokens, whatever the sample's weight.
+    gap: sum of |log p_trainer - log p_rollout| over these tokens before the update, nats; NaN if rollout log-probs are unknown.
+    is_applied: False if the update was skipped.
+    update: number of the update in the step, from 1.
     """
 
     uid: str

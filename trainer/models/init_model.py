@@ -26,8 +26,8 @@ SMALL = ModelShape(
     max_positions=1024, rope_theta=10000.0, norm_eps=1e-6, is_tied=False, has_qkv_bias=False, has_qk_norm=True,
     num_experts=8, experts_per_token=2,
 )  # fmt: skip
-"""vLLM on a CPU needs an expert's ffn_size to be a multiple of 32 and head_size at least 32. vocab_size: embedding rows, if
-more than the tokenizer's words."""
+"""Shape for tests. vLLM on a CPU needs an expert's ffn_size to be a multiple of 32, and a head_size of at least 32. vocab_size is
+the number of embedding rows, if the tokenizer has fewer tokens."""
 
 SHAPES = {
     "tiny": replace(SMALL, num_experts=4, ffn_size=32, max_positions=32768),
@@ -81,7 +81,7 @@ def init_model(
 
 
 def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
-    """Write the tokenizer; return (vocabulary size, unused ids included; id of the end token; id of the padding token)."""
+    """Write the tokenizer; return (vocabulary size including unused ids, id of the end token, id of the padding token)."""
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer in TOKENIZERS:

@@ -12,7 +12,7 @@ over micro-batches, but f_e must be known before the first backward pass. megatr
 micro-batch ("aux_loss"), or from earlier ones ("global_aux_loss"), so its gradient depends on the split
 (NVIDIA/Megatron-LM#1498).
 
-Choices are the router's own, even if others are forced (router_replay.py).
+Choices are the router's own, even if other experts are forced (router_replay.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Counts = dict[int, Tensor]
 class ExpertLoad(NamedTuple):
     """Spread of an update's tokens over the experts; the same on all ranks.
 
-    aux_loss: E * sum_e f_e P_e, mean over layers; 1 if even. largest, smallest: extreme loads of an expert in any layer, as
-    multiples of an equal share.
+    aux_loss: E * sum_e f_e P_e, mean over layers; 1 if all experts have equal shares.
+    largest, smallest: number of tokens of the most and least used expert of any layer, divided by an equal share.
     """
 
     aux_loss: float
@@ -55,8 +55,10 @@ class ExpertLoad(NamedTuple):
 class _Tally:
     """Settings and results of one router in the passes of an update.
 
-        coefficient: weight of the loss; 0: none. num_tokens: the update's tokens over all ranks. counts: the update's choices,
-    [E]; None: its only micro-batch provides them. sums: [2, E] choices and probabilities of this rank's tokens.
+    coefficient: weight of the loss; 0: no loss.
+    num_tokens: number of the update's tokens over all ranks.
+    counts: [E], choices of each expert in the update; None: the forward pass of the only micro-batch counts them.
+    sums: [2, E], choices and sums of probabilities over this rank's tokens.
     """
 
     has_gradients: bool

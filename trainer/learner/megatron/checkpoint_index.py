@@ -1,8 +1,6 @@
-"""Index of a checkpoint, index.json: file and byte range of each part of each tensor.
+"""Index of a checkpoint, index.json: file and byte range of each part of each tensor, in place of Megatron's pickled .metadata.
 
-Replaces Megatron's .metadata, which is a pickle.
-
-Imports no megatron: `marsrl export` reads it too.
+Imports no megatron, because `marsrl export` reads the index too.
 """
 
 from __future__ import annotations

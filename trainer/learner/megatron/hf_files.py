@@ -1,4 +1,4 @@
-"""Hugging Face directories: reading of parts of tensors, and atomic writing of a directory."""
+"""Hugging Face directories: read parts of tensors, and write a directory atomically."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _name_ends(folder: Path) -> None:
-    """Write the trained end token: a base model's files name only eos_token, which transformers and vLLM would run past."""
+    """Write the trained end token: a base model's files name only eos_token, so transformers and vLLM would not stop."""
     renderer, path = ChatRenderer(folder), folder / "generation_config.json"
     if not renderer.names_end:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -78,7 +78,7 @@ def choose_fusions(layers: LayerChoice) -> Fusions:
 
 
 def why_not_added() -> str | None:
-    """Try a sum with exact numbers; return None if the GPU adds bfloat16 products to float32, else the reason."""
+    """Return why the GPU cannot add bfloat16 products to a float32 buffer, by trying a sum of exact numbers; None if it can."""
     try:
         rows = torch.ones(16, 8, dtype=torch.bfloat16, device="cuda")
         total = torch.ones(8, 8, dtype=torch.float32, device="cuda")
@@ -89,7 +89,7 @@ def why_not_added() -> str | None:
 
 
 def why_not_on_gpu(module: str, name: str) -> str | None:
-    """Return why a module's name cannot be used; None if there is a CUDA device and the module has it."""
+    """Return why module.name cannot be used; None if there is a CUDA device and the module has that attribute."""
     if not torch.cuda.is_available():
         return _NO_GPU
     try:

@@ -35,11 +35,11 @@ class Layout:
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data parallel only"
 
     def data(self, world_size: int) -> int:
-        """Return the ranks that hold the same non-expert shard, with context-parallel ranks counted once."""
+        """Return the number of ranks that hold the same non-expert shard, with context-parallel ranks counted once."""
         return world_size // (self.tensor * self.pipeline * self.context)
 
     def expert_data(self, world_size: int) -> int:
-        """Return the ranks that hold the same shard of the same experts."""
+        """Return the number of ranks that hold the same shard of the same experts."""
         return world_size // (self.expert * self.expert_tensor * self.pipeline)
 
 
@@ -93,7 +93,7 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
 
 
 def why_not_together(policies: Mapping[str, PolicyConfig]) -> str | None:
-    """Return why these policies cannot be trained on the same ranks, which share process groups; None if they can."""
+    """Return why these policies cannot share ranks and process groups; None if they can."""
     first = next(iter(policies))
     for name, policy in policies.items():
         if resolve(policy.layout) != resolve(policies[first].layout):
@@ -115,7 +115,7 @@ def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
 
 
 def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
-    """Yield every layout that fits; expert_tensor is 1 or `tensor`, whose gradients were compared with one rank."""
+    """Yield every layout that fits, with expert_tensor 1 or `tensor`: only these gradients were compared with one rank."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor in sizes:
         for pipeline in sizes:

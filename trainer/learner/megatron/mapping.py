@@ -43,9 +43,13 @@ ROW_PARALLEL = ("o_proj", "down_proj")  # Cut along the input dimension; other m
 class Unit:
     """Unit of conversion: one Megatron parameter (of one expert) and its Hugging Face tensors.
 
-    name: the parameter, its layer counted over all stages. stage: pipeline stage. expert: None outside experts.
-    kind: how the Hugging Face tensors form the whole Megatron tensor. cut: the sharded dimension, None: not sharded.
-    size: size of an adapter's tensor; None: given by the model's shape.
+    name: name of the parameter, with the layer counted over all stages.
+    hf: names of the Hugging Face tensors.
+    stage: pipeline stage of the parameter.
+    kind: rule by which the Hugging Face tensors form the whole Megatron tensor.
+    cut: the sharded dimension; None: not sharded.
+    expert: index of the expert; None outside experts.
+    size: shape of an adapter's tensor; None: the model's shape determines it.
     """
 
     name: str

@@ -12,8 +12,8 @@ The module that serves each part of a transformer layer:
     experts           GroupedExperts on kernels.grouped_linear, in both columns
     tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, in both columns; bare_model installs it
 
-Each norm takes one or two kernels each way, and keeps its input and one number per row. We have not timed the two norms against
-each other. TransformerEngine's norm is used whenever its linear layers are.
+Each norm takes one or two kernels each way, and keeps its input and one number per row. We have not compared the speed of the two
+norms. TransformerEngine's norm is used whenever its linear layers are used.
 
 TransformerEngine's modules are used unfused, so that every parameter has the same name in both columns: checkpoints, conversion
 and export do not depend on the choice. Not run on a GPU.
@@ -94,7 +94,7 @@ class AttentionKeepingBlock(TransformerBlock):
     """Transformer block that recomputes layers from their inputs, except for attention's output (attention.py)."""
 
     def _checkpointed_forward(self, *args: Any, packed_seq_params: Segments, **others: Any) -> Any:
-        # Without a gradient no layer is recomputed, so nothing is kept. Each micro-batch has its own segments.
+        # Without gradients no layer is recomputed, so no output is kept. Each micro-batch has its own segments.
         packed_seq_params.kept = {} if torch.is_grad_enabled() else None
         return super()._checkpointed_forward(*args, packed_seq_params=packed_seq_params, **others)
 
@@ -256,11 +256,11 @@ def as_run(model: PolicyModel) -> torch.nn.Module:
 
 
 def _nothing_to_sync(**_: object) -> None:
-    """Stand in for megatron's collectives in a group of one rank."""
+    """Do nothing, in place of megatron's collectives in a group of one rank."""
 
 
 def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
-    """Leave out the collectives of a rank without data-parallel peers, which copy gradients and weights onto themselves."""
+    """Leave out the collectives of a rank without data-parallel peers: they would copy gradients and weights onto themselves."""
     if ddp.ddp_config.overlap_grad_reduce:
         return  # megatron waits for the handles of these collectives.
     for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
@@ -299,7 +299,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
 def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> Any:
     """Load the frozen KL reference on the policy's layout and dtype, without gradients or optimizer.
 
-    It takes only the memory of this rank's weights, on the policy's ranks.
+    It takes only the memory of the weights' shard on each rank.
     """
     shape = read_shape(model_dir)
     model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none"}))

@@ -6,10 +6,10 @@
         ...forward and backward of the same micro-batches, in order...
     found = counts()
 
-R2 and R3: arXiv:2510.11370. Forced experts keep the weights of the trainer's own router, normalised over them as the
-model does, so that its gradient flows. Uses the hook of megatron's router for its own replay
-(`router.router_replay`), but keeps no global list, which would mix the models of several policies, and detects
-by itself which call is an activation recomputation.
+R2 and R3: arXiv:2510.11370. Forced experts get the weights of the trainer's own router, normalised over these experts as the
+model does, so that gradients reach the router. This module uses megatron's hook for router replay (`router.router_replay`), but
+without megatron's global list, which would mix the models of several policies. It detects by itself which call is an activation
+recomputation.
 
 Memory: the record of this rank's part of a micro-batch takes one byte per expert on the CPU (rollout/routed_experts.py).
 """
@@ -100,7 +100,7 @@ def _counts(layers: Sequence[_Replayer]) -> ReplayCounts:
     if dist.get_world_size(pipeline) > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
     forced = torch.cat(layers[0].is_forced).sum()
-    counted = int(parallel_state.is_pipeline_last_stage())  # Every stage sees every token, so one stage counts them.
+    counted = int(parallel_state.is_pipeline_last_stage())  # All stages see all tokens, so one stage counts.
     sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), differ.sum()])
     dist.all_reduce(sums)
     return ReplayCounts(*(int(value) for value in sums))
@@ -122,12 +122,12 @@ class _Recorder:
 
 
 class _Replayer:
-    """Replacement of a router's `router_replay` that gives recorded experts the router's own scores."""
+    """Replacement of a router's `router_replay` that forces recorded experts, with the router's own scores for them."""
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # These count micro-batches in order: with a first forward pass; of these, without gradients (checkpointed layers); and
-        # recomputed.
+        # Counts of micro-batches so far: first forward passes, those of them without gradients (in checkpointed layers), and
+        # recomputations.
         self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool per micro-batch
         self.is_forced: list[Tensor] = []

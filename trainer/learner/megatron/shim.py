@@ -93,7 +93,7 @@ def _after_import() -> None:
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     # The first dispatcher creates this from torch.cuda.Stream, which vLLM on a CPU replaces by a stream without events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
-    # megatron returns CPU tensors unchanged, but all_to_all needs host numbers.
+    # megatron returns CPU tensors unchanged, but all_to_all needs Python numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
 
     def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
