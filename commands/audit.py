@@ -155,7 +155,9 @@ def _logprobs(steps: _Steps) -> Check:
                 f"expected at most {bound:.3g}: other weights than the trainer's decoded them"
             )
     if not medians:
-        return Check("log-probs", None, "no sample was trained at the version that decoded it after a comparison")
+        return Check(
+            "log-probs", None, "nothing to compare: no sample was decoded by the trained version after a comparison"
+        )
     return _check(
         "log-probs",
         problems,

@@ -46,7 +46,7 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """Play the next step and return its finished groups. title: the progress bar's. on_look: called when the bar updates."""
+        """Play the next step and return its finished groups. title: text of the progress bar. on_look: called as it updates."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()

@@ -30,7 +30,7 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
             key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()
             warnings += [f"{key} is text, and {why}; set it to tokens if the server takes token ids" for why in reasons]
-        if is_rank_0():  # it alone asks the server
+        if is_rank_0():  # one query of the server is enough
             check_installed(f"policies.{name}.openai", "httpx", extra="openai")
             if policy.openai.api_key_env is not None:
                 read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")

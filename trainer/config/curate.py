@@ -70,7 +70,9 @@ class BestOfNConfig(Settings):
 class CurateConfig(Settings):
     """Stages of `marsrl curate`, in the order in which they run; null skips one."""
 
-    max_question_chars: Tokens = Field(32_768, description="longer questions are dropped when read")
+    max_question_chars: Tokens = Field(
+        32_768, description="largest number of characters of a question; longer ones are dropped"
+    )
     level: LevelConfig | None = Field(None, description="academic level, read from a field of the row")
     academic: CriterionConfig | None = Field(None, description="academic level, judged by a model")
     near_duplicates: NearDuplicatesConfig | None = NearDuplicatesConfig()

@@ -117,7 +117,9 @@ class LossConfig(Settings):
     """correction by d = p_old / p_rollout, with p_old from old_policy. tis: multiply a token's surrogate by min(d,
     correction_high); icepop: mask tokens with d out of bounds; sequence_mask: mask samples whose geometric mean of d is out of
     bounds. For engines that round differently from the trainer, and for old samples (docs/numerics.md)"""
-    correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
+    correction_low: float = Field(
+        0.5, ge=0, description="lower bound of d in loss.correction, for icepop and sequence_mask"
+    )
     correction_high: float | None = Field(None, gt=0)
     """upper bound of d in loss.correction; tis also applies it to the KL term's p / p_rollout; default: 2 (tis, sequence_mask), 5
     (icepop)"""

@@ -50,7 +50,7 @@ class RunSection(Settings):
     checkpoint_minutes: float = Field(15.0, ge=0, allow_inf_nan=False)
     """minutes between checkpoints, each at the end of a step; a crash loses at most this time plus one step; 0: none"""
     keep_checkpoints: Count = Field(2, description="number of latest checkpoints to keep")
-    keep_every: CountOr0 = Field(0, description="also keep checkpoints of steps divisible by it; 0: none")
+    keep_every: CountOr0 = Field(0, description="also keep checkpoints of steps divisible by this; 0: none")
     keep_best: bool = True
     """with eval_every: save a checkpoint at each evaluation that is the best so far (eval/system; the first of equals), and keep
     it as checkpoints/best (docs/evaluate.md)"""
@@ -200,8 +200,8 @@ class SyncConfig(Settings):
 class LeagueConfig(Settings):
     """Past versions of a policy's adapter, against which evaluations play the policy (docs/evaluate.md)."""
 
-    policy: str = Field("main", description="policy with an adapter, of the two agents that play each other")
-    every: Count = Field(20, description="versions between kept ones; version 0 is kept too")
+    policy: str = Field("main", description="policy of the two agents that play each other; it must have an adapter")
+    every: Count = Field(20, description="number of versions from one kept version to the next; version 0 is kept too")
     size: Count = 8
     """largest number of opponents of an evaluation, each in a slot of the engines; with more versions, the distance between kept
     versions doubles"""
@@ -230,9 +230,9 @@ class WarmStartConfig(TutorConfig):
     ready: bool = Field(True, description="use the ready-made start if it matches these settings; false: always teach")
     lr: float = Field(3e-3, gt=0, description="learning rate after the warm-up")
     warmup_steps: CountOr0 = Field(50, description="first steps of phase 1, in which the learning rate rises to lr")
-    solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss falls below it")
-    max_solver_steps: Count = Field(900, description="most steps of phase 1")
+    solver_loss: float = Field(0.10, gt=0, description="averaged loss, nats per token, below which phase 1 ends")
+    max_solver_steps: Count = Field(900, description="largest number of steps of phase 1")
     verifier_loss: float = Field(0.17, gt=0)
-    """the learning rate decays once the averaged loss is below it"""
-    max_team_steps: Count = Field(400, description="most steps of phase 2 at the full learning rate")
+    """averaged loss, nats per token, below which the learning rate decays"""
+    max_team_steps: Count = Field(400, description="largest number of steps of phase 2 at the full learning rate")
     decay_steps: CountOr0 = Field(170, description="last steps of phase 2, in which the learning rate falls to a tenth")

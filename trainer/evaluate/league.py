@@ -66,7 +66,7 @@ def evaluate_league(
     roles = [name for name, agent in evaluator.team.agents.items() if agent.policy == config.policy]
     problems = [problem for held_out in evaluator.held_out() for problem in held_out.problems]
     identity = key_of(identity=evaluator.identity, versions=versions)
-    keys: dict[str, str] = {}  # by episode
+    keys: dict[str, str] = {}  # {episode id: key}
     parts = []
     with closing(Answers(folder / GAMES, Game.model_validate)) as kept:
         for opponent, slot in sorted(slots.items()):

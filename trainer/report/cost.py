@@ -145,7 +145,7 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """Row of the table. name: an agent, the judge or a tool. correct: accuracy; None: it gives no answers. cells: by COLUMNS."""
+    """Row of the table: an agent, the judge or a tool. correct: accuracy, None without answers. cells: text of the columns."""
 
     name: str
     correct: Estimate | None

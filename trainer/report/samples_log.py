@@ -106,7 +106,7 @@ def write_samples(
 ) -> Path:
     """Write the samples of a step atomically and return the file. A step that is repeated after a resume replaces its file.
 
-    advantages, fates: by sample uid. policies: by agent.
+    advantages, fates: advantage and fate of each sample, by uid. policies: {agent: policy}.
     """
     samples = enumerate((sample for group in groups for sample in group.samples), start=1)
     advantage_of = advantages or {}

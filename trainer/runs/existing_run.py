@@ -24,7 +24,7 @@ from marsrl.trainer.runs.lock import why_held
 Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
-# These keys select the run to resume, without changing it.
+# Settings that select the run to resume; the run itself does not depend on them.
 OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")
 _OF_RATES = ("lr", "warmup_steps", "decay", "final_lr_ratio")  # Keys of policies.<name>.optimizer.
 _OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # Keys of policies.<name>.

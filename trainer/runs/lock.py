@@ -51,7 +51,7 @@ class RunLock:
 
     @classmethod
     def of_out(cls, out: Path, warn: Callable[[str], None]) -> RunLock:
-        """Create a command's folder --out and return its lock; ValueError if it is a run's. warn: called with any warning."""
+        """Create a command's folder --out and return its lock; ValueError for the folder of a run. warn: called with warnings."""
         if RunDirectory(out).has_begun:
             raise ValueError(f"--out {out} is the directory of a training run; name another folder")
         out.mkdir(parents=True, exist_ok=True)

@@ -290,7 +290,7 @@ class CheckedEngines:
     def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
         """Raise RuntimeError, with the tensors' names, if an engine's weights differ from those sent.
 
-        expected: {fused tensor: checksum} for each shard of an engine; receipts: by engine number.
+        expected: {fused tensor: checksum} for each shard of an engine. receipts: {engine number: receipt}.
         """
         for engine, receipt in receipts.items():
             if receipt.version != version:

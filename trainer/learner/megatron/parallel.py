@@ -21,7 +21,7 @@ from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
 _current: list[Layout] = []  # Layout of the existing groups; megatron has one set per process.
 _own_world: list[
     bool
-] = []  # Not empty if start() created the default process group; vLLM in this process may also do so.
+] = []  # Not empty if start() created the default process group; vLLM in this process may have created it instead.
 
 
 def world_size() -> int:
