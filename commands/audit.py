@@ -249,7 +249,7 @@ def _check(name: str, problems: Sequence[str], text: str) -> Check:
 
 
 def table(audit: Audit) -> Table:
-    """Return samples and sampled tokens of each agent by fate; an agent with none trained is marked."""
+    """Return a table of each agent's samples and sampled tokens by fate, with a mark for agents without a trained sample."""
     shown = table_of("", "agent", "policy", "fate", "samples", "tokens")
     for (policy, agent), of in sorted(audit.fates.items()):
         rests = TRAINED not in of and NOT_TRAINED not in of

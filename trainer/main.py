@@ -135,7 +135,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
         print(visible(traceback.format_exc()), file=sys.stderr)
         if directory is not None:
             say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
-        else:  # Rank 0 has the same error, or notices it by its heartbeat.
+        else:  # Rank 0 fails with the same error, or misses this rank's heartbeat.
             let_first_rank_end(launcher)
         return 1
     return 0

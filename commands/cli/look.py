@@ -58,9 +58,9 @@ def audit(
     run: Annotated[str, Argument(help="a run's directory")],
     step: Annotated[int | None, Option(min=1, help="audit this step alone (default: the whole run)")] = None,
 ) -> int:
-    """Check what a run trained on: which weights wrote each token, and what became of it.
+    """Check a run's files: which weights decoded each token, and how each token was used in training.
 
-    Five checks, a line each; then samples and tokens of each agent by their fate. Exits with 1 if a check fails.
+    Prints a line for each of five checks, then samples and tokens of each agent by their fate. Exits with 1 if a check fails.
     """
     from marsrl.commands.audit import audit, table
     from marsrl.trainer.runs.directory import RunDirectory

@@ -45,7 +45,7 @@ def sft(settings: Settings = None, config: Config = None) -> int:
 
     Lines of data.demonstrations have one of three forms: {"messages": [...]}, where the last message is the completion;
     {"prompt": ..., "completion": ...}; or, for one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The
-    settings `sft` and those of the policies apply. The models are written to hf in the run's directory. With several ranks:
+    settings under `sft` and `policies` apply. The models are written to hf in the run's directory. With several ranks:
     torchrun --no-python marsrl sft.
     """
     from marsrl.trainer.config.read import read_config

@@ -298,7 +298,7 @@ class Catalog:
         return found[0] if found else None
 
     def records(self, rows: Sequence[Row]) -> dict[str, SampleRecord]:
-        """Read whole samples, by uid. Raises ValueError if a file is gone or damaged, or its step has been played again."""
+        """Read whole samples, by uid. Raises ValueError if a file is gone or damaged, or a step has been played again."""
         lines: dict[int, set[int]] = {}
         for row in rows:
             lines.setdefault(row.step, set()).add(row.line)

@@ -294,11 +294,14 @@ def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
 class SyncTime:
     """Seconds of the parts of one publish, which run one after the other; 0 for parts that the backend does not have.
 
-    gather: collect the whole model on rank 0 and copy it to host memory. write, load: write and load files. send: transfer
-    between GPUs. copy: copy into and out of buckets. checksum: checksums of the sent and the received weights, and of the numbers
-    in FP8. quantise: round the received weights to FP8; for files it is a part of `load`, and not counted.
-    links_alone: time for an engine GPU to receive its weights, nothing else. with_delta: total with sync.delta=true; 0 unless
-    the backend is nccl and the engine holds what is sent.
+    gather: collect the whole model on rank 0, and copy it to host memory.
+    write, load: write and load files.
+    send: transfer between GPUs.
+    copy: copy into and out of buckets.
+    checksum: compute checksums of the sent and the received weights, and of the numbers in FP8.
+    quantise: round the received weights to FP8; for files this is a part of `load`, and not counted.
+    links_alone: seconds in which a GPU of an engine could receive its weights, without any other work.
+    with_delta: total with sync.delta=true; 0 unless the backend is nccl and the engine keeps the weights in the sent dtype.
     """
 
     backend: SyncBackend

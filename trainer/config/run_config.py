@@ -52,8 +52,9 @@ class RunConfig(Settings):
     """models with their optimizers and engines, by the name that `agents.<name>.policy` refers to; default: one, `main`"""
     orchestration: str = "verifier_corrector"
     """your own, FILE.py:CLASS (docs/own_team.md), or verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector
-    (MarsRL); solver: a Solver alone, plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer
-    agents over a search tool (Dr. MAS; docs/search.md); debate; external: any program (docs/external.md)"""
+    (MarsRL); solver: a Solver alone, plain RL; solver_verifier: Solver and Verifier in turn (Dr. MAS); search_team: Verifier,
+    Search and Answer agents over a search tool (Dr. MAS; docs/search.md); dual_system: a reasoning and a reading agent (MARS;
+    docs/dual_system.md); debate: several Solvers that read each other; external: any program (docs/external.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, validate_default=True
     )

@@ -127,7 +127,7 @@ def _in_cell(progress: Progress) -> Say:
 class RunConsole:
     """Console of one rank. Rank 0 draws; other ranks are silent.
 
-    A bar is drawn on a terminal or in a notebook; elsewhere it is a line now and then.
+    A bar is drawn on a terminal or in a notebook; elsewhere a line is printed now and then.
 
         console = RunConsole(rank=0)
         with console.progress("warm start", total=650, unit="steps") as bar:

@@ -16,7 +16,7 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
 
 _ENOUGH_CALLS = 8  # fewest calls in a step for which a tool's errors are meaningful
-_MOST_OF_AN_ERROR = 300  # characters
+_MOST_OF_AN_ERROR = 300  # characters of an error to show
 COLUMNS = ("calls", "input tokens", "output tokens", "engine s", "median s", "p95 s")
 MEANING = (
     "an episode of each: calls, tokens and seconds of engines and tools are means; median s and p95 s: from its first "

@@ -57,7 +57,7 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> Path:
 
 
 def _columns(row: Any) -> dict[str, Any]:
-    values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # Unlike asdict, copies no values in Python.
+    values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # Unlike asdict, this copies no values in Python.
     return {name: without_surrogates(value) for name, value in values.items()}
 
 

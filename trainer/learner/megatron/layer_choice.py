@@ -1,8 +1,8 @@
 """Choice of a policy's norms and linear layers, and of Megatron's fused operations, with reasons. Imports no megatron.
 
-    gradient accumulation   a linear layer's GEMM accumulates its weight gradient in DDP's float32 buffer, as those of
-                            our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do; by apex's
-                            kernel, or by torch (kernels/main_grad.py)
+    gradient accumulation   a linear layer's GEMM accumulates the weight gradient in DDP's float32 buffer, by apex's kernel or
+                            by torch (kernels/main_grad.py); our head and experts always do this
+                            (kernels.linear_policy_loss, kernels.grouped_linear)
     rope                    rotation of queries and keys in one kernel; angles are gathered by position first (head.py), so the
                             kernel needs no bounds of sequences
 

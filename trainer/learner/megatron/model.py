@@ -69,7 +69,7 @@ _RECOMPUTE["full_but_attention"] = _RECOMPUTE["full"]  # AttentionKeepingBlock d
 class OffloadingBlock(TransformerBlock):
     """Transformer block that recomputes layers from their inputs, which are kept in host memory until the backward pass.
 
-    megatron-core 0.16.1 has two others, and both need TransformerEngine: cpu_offloading excludes recomputation, and
+    megatron-core 0.16.1 has two ways to offload, and both need TransformerEngine: cpu_offloading excludes recomputation, and
     fine_grained_activation_offloading keeps pinned buffers by shape and expects the same number of micro-batches in each step.
     """
 
