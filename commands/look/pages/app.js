@@ -1,4 +1,4 @@
-// The frame around the pages: which run, which page, light or dark, keys.
+// The frame around the pages: choice of run and page, light or dark theme, keys.
 
 import { Compare } from "./compare.js";
 import { Curves } from "./curves.js";
@@ -13,14 +13,14 @@ const PAGES = { overview: Overview, samples: Samples, problems: Problems, curves
 const FIRST = EXPORTED ? EXPORTED.pages[0] : "overview";
 const KEYS = [
   ["j, k", "next, previous sample"],
-  ["u", "the sample that this one was asked about"],
-  ["c", "colour the sample's tokens: by log-prob, entropy, difference, clip, gate, not at all"],
-  ["← →", "from one coloured token to the next"],
-  ["/", "search words"],
+  ["u", "parent: the sample that this one reads"],
+  ["c", "colour the sample's tokens by log-prob, entropy, difference, clip or gate, or not"],
+  ["← →", "previous, next coloured token"],
+  ["/", "search for words"],
   ["Esc", "leave the field; back to the list"],
-  ["r", "the sample's text as it is, or as Markdown with formulas"],
+  ["r", "raw text, or Markdown with formulas"],
   ["1 – 7", "overview, samples, problems, curves, pipeline, warnings, compare"],
-  ["t", "light, dark, as the system"],
+  ["t", "theme: light, dark, or as the system"],
   ["?", "this help"],
 ];
 

@@ -1,4 +1,4 @@
-// Runs and evaluations side by side: last numbers with paired differences, what an episode takes, settings that differ, curves.
+// Runs and evaluations side by side: last results with paired differences, cost of an episode, settings that differ, curves.
 
 import { html, useAnswer, useMemo, loading, note, number } from "./lib.js";
 import { AXES, Plot } from "./curves.js";
@@ -13,12 +13,12 @@ export function Compare() {
     <p class="legend">${data.names.map((name, i) => html`<span><i class=${data.colors[i]}></i>${name}</span>`)}</p>
     <section class="card"><h3>Last evaluations</h3>
       <table><tr><th></th>${heads}</tr>${data.rows.map((row) => html`<tr><th>${row.name}</th>${row.cells.map((cell) => html`<td><${Cell} ...${cell} /></td>`)}</tr>`)}</table>
-      <p class="muted small">95% intervals by bootstrap over problems. Below a number: its difference from the first run, paired over the problems that both answered; green or red where 0 is outside the interval. Other inputs: another n than the first run's, so not the same problems.</p></section>
-    <section class="card"><h3>What an episode takes</h3>
+      <p class="muted small">95% intervals by bootstrap over problems. Below a result: its difference from the first run, paired over the problems that both answered; green or red if the interval excludes 0. Other inputs: n differs from the first run's, so the problems are not the same.</p></section>
+    <section class="card"><h3>Cost of an episode</h3>
       <table><tr><th></th>${data.columns.map((column) => html`<th>${column}</th>`)}</tr>
         ${data.costs.map((run) => html`<tr><th>${run.name}</th>${run.cells.map((cell) => html`<td>${cell}</td>`)}</tr>
           ${run.parts.map((part) => html`<tr><td>${part.name}</td>${part.cells.map((cell) => html`<td>${cell}</td>`)}</tr>`)}`)}</table>
-      <p class="muted small">Of the last evaluations; ${data.meaning}.</p></section>
+      <p class="muted small">In the last evaluations; ${data.meaning}.</p></section>
     <section class="card"><h3>Settings that differ</h3>
       ${Object.keys(data.settings).length === 0 ? html`<p class="muted">No setting differs.</p>`
         : html`<table><tr><th></th>${heads}</tr>${Object.entries(data.settings).map(([key, values]) => html`<tr><th>${key}</th>${values.map((value) => html`<td>${value}</td>`)}</tr>`)}</table>`}</section>

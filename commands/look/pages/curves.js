@@ -1,4 +1,4 @@
-// Metrics over steps, tokens or hours: smoothed, of several runs over each other, one cursor for all charts.
+// Metrics over steps, tokens or hours, with smoothing, several runs in one chart, and one cursor for all charts.
 
 import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, loading, note, tickText, EXPORTED } from "./lib.js";
 
@@ -9,10 +9,10 @@ const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3]];
 const FADED = 0.22;
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6]; // steps between ticks
 
-// Room for the longest label of an axis, px.
+// Return the width of an axis in px, from its longest label.
 const widthOf = (_, labels) => 16 + 7 * Math.max(4, ...(labels ?? []).map((label) => label.length));
 
-// uPlot's own range, but for values that are all the same, which it puts on an axis to 100 or to their double.
+// Return uPlot's own range unless all values are equal: then uPlot's range would reach 100 or twice the value.
 export function rangeOf(_, low, high) {
   if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
   return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];
@@ -24,7 +24,7 @@ export function Curves({ run, runs, url }) {
   const wanted = (url.get("find") ?? "").toLowerCase();
   const axis = AXES[url.get("x")] ? url.get("x") : "step";
   const isLog = url.get("log") !== null;
-  const [places, setPlaces] = useState(null); // of each run's steps on the axes
+  const [places, setPlaces] = useState(null); // positions of each run's steps on the axes
   const tick = [run, ...others].map((each) => runs[each].last_metrics).join();
   useEffect(() => {
     let isOver = false;
@@ -75,7 +75,7 @@ function Chart({ chart, runs, smoothing, tick, axis, places, isLog }) {
   </section>`;
 }
 
-// Where a step stands on an axis; between two places, by its share of the way.
+// Return the position of a step on an axis, by linear interpolation between known positions.
 function placeOf(places, axis, step) {
   const after = places.step.findIndex((each) => each >= step);
   if (after <= 0) return after < 0 ? places[axis].at(-1) ?? step : places[axis][0];
@@ -83,7 +83,8 @@ function placeOf(places, axis, step) {
   return places[axis][after - 1] + ((step - a) / (b - a)) * (places[axis][after] - places[axis][after - 1]);
 }
 
-// The series of all runs over the steps, or places on another axis, that any of them has. values: smoothed; raw: as measured.
+// Return the series of all runs over the union of their steps (or of their positions on another axis). values: smoothed; raw: as
+// measured.
 function linesOf(chart, curves, smoothing, isLog, xOf) {
   const xs = curves.map((run, r) => run.map((curve) => curve.steps.map((step) => xOf(r, step))));
   const steps = [...new Set(xs.flat(2))].sort((a, b) => a - b);
@@ -112,7 +113,7 @@ function linesOf(chart, curves, smoothing, isLog, xOf) {
   return { steps, series, every, hasRest, isSmooth: smoothing > 0 };
 }
 
-// Exponential moving average that begins at the first value; gaps stay.
+// Return the exponential moving average, which begins at the first value. Gaps stay gaps.
 function smoothed(values, weight) {
   let mean = 0;
   let total = 0;
@@ -131,7 +132,7 @@ function valueAt(lines, line, at) {
 
 const shownValue = (value) => (value === null ? "–" : tickText(Number(value.toPrecision(4))));
 
-// What a class's colour is now: canvas knows no CSS variables.
+// Return the current colour of a CSS class, because a canvas cannot use CSS variables.
 function colorOf(name) {
   const probe = document.createElement("span");
   probe.className = `color ${name}`;
@@ -141,7 +142,8 @@ function colorOf(name) {
   return color;
 }
 
-// x, y: labels of the axes. lines: { steps, series: [{ values, color, dash, band: [low, high] or null, raw, ... }], isSmooth }; gaps are spanned where x is no step.
+// A chart. x, y: labels of the axes. lines: { steps, series: [{ values, color, dash, band: [low, high] or null, raw, ... }], isSmooth }.
+// spansGaps: draw lines across missing values.
 export function Plot({ lines, onCursor, title, x, y, isLog, spansGaps = false }) {
   const place = useRef(null);
   useEffect(() => {

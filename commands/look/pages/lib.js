@@ -1,5 +1,5 @@
-// What every page uses: preact and htm, the state in the URL, asking the server, numbers as text.
-// Texts of a run come from the server with all that could hide in them made visible, and go into text nodes alone.
+// Parts that all pages share: preact and htm, the state in the URL, queries to the server, numbers as text.
+// The server makes hidden characters in a run's texts visible. Pages put these texts only into text nodes.
 
 export const render = window.preact.render;
 export const useState = window.preactHooks.useState;
@@ -8,17 +8,17 @@ export const useRef = window.preactHooks.useRef;
 export const useMemo = window.preactHooks.useMemo;
 export const html = window.htm.bind(window.preact.h);
 
-// { pages, answers } of a page that was written to a file (export.py): there is no server to ask. Else null.
+// { pages, answers } of a page that was written to a file (export.py) and has no server; else null.
 export const EXPORTED = window.EXPORTED;
 
 export const COLORS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
 
-// The state of the page is its URL: a link shows what its sender saw.
+// Return the state of the page. It is stored in the URL, so that a link shows what its sender saw.
 export function state() {
   return new URLSearchParams(EXPORTED ? location.hash.slice(1) : location.search);
 }
 
-// Change some of it (null and "" take a key away) and show the page so. An entry of the history, unless `replaces`.
+// Change keys of the state (null and "" remove a key) and show the page again. Adds an entry to the history, unless `replaces`.
 export function go(changes, replaces = false) {
   const params = state();
   for (const [key, value] of Object.entries(changes)) {
@@ -47,7 +47,7 @@ export function useUrl() {
   return state();
 }
 
-// The names and values that are asked with: a list is its values one by one, what is null or "" is not asked.
+// Return the [name, value] pairs of a query: one pair for each element of a list, none for null and "".
 function pairs(params) {
   const given = Object.entries(params).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each]));
   return given.filter(([, value]) => value !== null && value !== undefined && value !== "");
@@ -58,7 +58,7 @@ const key = (question, params) => [question, ...pairs(params).map(([name, value]
 export async function ask(question, params = {}, signal = undefined) {
   if (EXPORTED) {
     const kept = EXPORTED.answers[key(question, params)];
-    if (kept === undefined) throw new Error("This file has a part of the run alone: `marsrl view` shows all of it.");
+    if (kept === undefined) throw new Error("This file contains only a part of the run; `marsrl view` shows all of it.");
     return kept;
   }
   const answer = await fetch(`api/${question}?${new URLSearchParams(pairs(params))}`, { signal });
@@ -67,7 +67,7 @@ export async function ask(question, params = {}, signal = undefined) {
   return content;
 }
 
-// { data, error }: the answer to the question, the last one while another is on its way. null: nothing is asked.
+// Return { data, error } of a query; while a new query is pending, those of the last one. question null: no query.
 export function useAnswer(question, params, tick = 0) {
   const [found, setFound] = useState({ data: null, error: null });
   const asked = question && key(question, params);
@@ -88,14 +88,14 @@ export function number(value, digits = 3) {
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
-// A number beside an axis, whole and short.
+// Return a short text for a number beside an axis, without losing digits.
 export function tickText(value) {
   const size = Math.abs(value);
   if (size >= 1e6 && size < 1e15) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
   return value === 0 || (size >= 1e-4 && size < 1e6) ? value.toLocaleString("en", { maximumSignificantDigits: 6 }) : value.toExponential(2).replace(/\.?0+e/, "e");
 }
 
-// Round numbers in [low, high], `count` to two and a half times as many steps of 1, 2 or 5 apart.
+// Return round numbers in [low, high], spaced by 1, 2 or 5 times a power of 10: between `count` and 2.5 times `count` intervals.
 export function roundTicks(low, high, count) {
   if (high <= low) return [low];
   const raw = (high - low) / count;
@@ -113,7 +113,7 @@ export const loading = (what) => html`<span class="loading muted" role="status">
 
 export const note = (text) => html`<p class="note">${text}</p>`;
 
-// A text that may be very long: its beginning and its end, all of it on demand.
+// Show a text that may be very long: its beginning and end, and the rest on demand.
 export const MOST = 30000;
 export function Long({ text, class: name = "" }) {
   const [isWhole, setWhole] = useState(false);

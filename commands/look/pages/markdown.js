@@ -1,17 +1,18 @@
-// Texts of chats for people: the messages of a prompt, Markdown and LaTeX. Whatever a text holds becomes text nodes and the elements
-// listed here: no HTML, link or image of it, no character that the server made visible. Libraries: markdown-it for the structure,
-// Temml for formulas as MathML.
+// Chats rendered for reading: the messages of a prompt, Markdown and LaTeX. Texts become only text nodes and the elements listed here,
+// never HTML, links or images, and characters that the server made visible stay visible. Libraries: markdown-it parses the structure,
+// Temml renders formulas as MathML.
 
 import { html, useEffect, useMemo, useRef } from "./lib.js";
 
 const { markdownit, temml } = window;
-// Reference definitions vanish from the text, entities could bring back what the server named.
+// Disabled: reference definitions, which vanish from the text, and entities, which could restore characters that the server replaced.
 const parser = markdownit({ html: false }).disable(["reference", "entity", "lheading"]);
-const DEEPEST = 90; // the parser drops what lies 100 levels deep
+const DEEPEST = 90; // the parser drops elements that are nested 100 levels deep
 const MOST_FORMULAS = 500;
 
-// Code, which stays as it is, then formulas: the parser would read their backslashes, underscores and signs. A dollar sign is an amount
-// where a space or digit stands on its wrong side. Last: an asterisk between factors, and the two marks themselves.
+// CUT matches code, which stays unchanged, and formulas, in which the parser would interpret backslashes, underscores and signs. A
+// dollar sign next to a space or digit on its inner side is an amount of money. CUT also matches an asterisk between factors, and the
+// two marks themselves.
 const CODE = "```[^]*?(?:```|$)|~~~[^]*?(?:~~~|$)|`[^`\\n]+`";
 const BRACED = "\\{(?:[^{}]|\\{(?:[^{}]|\\{[^{}]{0,500}\\}){0,500}\\}){0,500}\\}";
 const FORMULA = [
@@ -21,9 +22,9 @@ const FORMULA = [
 ].join("|");
 const CUT = new RegExp(`(?<code>${CODE})|${FORMULA}|(?<=[\\w)])\\*(?=[\\w(])|[\uE000\uE001]`, "gu");
 const MARKED = /\uE000(\d+)\uE001/;
-const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}]/u; // what \char could bring back
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}]/u; // characters that \char could restore
 
-// A formula; its source where Temml cannot read it.
+// A rendered formula, or its source if Temml cannot parse it.
 function Formula({ source, tex, isDisplay }) {
   const place = useRef(null);
   useEffect(() => {
@@ -41,7 +42,7 @@ function Formula({ source, tex, isDisplay }) {
 
 const PLAIN = { paragraph: "p", bullet_list: "ul", list_item: "li", blockquote: "blockquote", strong: "strong", em: "em", s: "s", table: "table", thead: "thead", tbody: "tbody", tr: "tr", th: "th", td: "td" };
 
-// The parser's flat list as a tree of elements; texts and formulas put back where their marks stand.
+// Turn the parser's flat list into a tree of elements, and replace marks by the texts and formulas that they stand for.
 function tree(tokens, formulas) {
   const back = (text) => text.split(MARKED).map((part, i) => (i % 2 ? formulas[part].source : part)).join("");
   const words = (text) => text.split(MARKED).map((part, i) => (i % 2 ? (formulas[part].tex === null ? formulas[part].source : html`<${Formula} ...${formulas[part]} />`) : part));
@@ -60,7 +61,7 @@ function tree(tokens, formulas) {
     } else if (token.type === "inline") put(tree(token.children, formulas));
     else if (token.type === "fence" || token.type === "code_block") put(html`<pre class="code" dir="auto">${token.info && html`<span class="muted small">${`${back(token.info)}\n`}</span>`}${back(token.content)}</pre>`);
     else if (token.type === "code_inline") put(html`<code>${back(token.content)}</code>`);
-    else if (token.type === "softbreak" || token.type === "hardbreak") put(html`<br />`); // a model's lines are its lines
+    else if (token.type === "softbreak" || token.type === "hardbreak") put(html`<br />`); // keep the model's line breaks
     else if (token.type === "hr") put(html`<hr />`);
     else if (token.type === "image") put(html`<span class="link">${back(token.content)} <code>${back(token.attrGet("src"))}</code>${token.attrGet("title") && ` ${back(token.attrGet("title"))}`}</span>`);
     else put(words(token.content));
@@ -84,14 +85,14 @@ export function Markdown({ text }) {
   return html`<div class="markdown" dir="auto">${shown}</div>`;
 }
 
-// The headers and ends of turns that chat templates write: ChatML, Llama 3, <|role|>, Mistral.
+// Headers and ends of turns in the chat templates ChatML, Llama 3, <|role|> and Mistral.
 const HEADER = /<\|im_start\|>([\w -]{1,40})\n|<\|start_header_id\|>([\w -]{1,40})<\|end_header_id\|>\n{0,2}|<\|(system|user|assistant|tool|observation)\|>\n?|(\[INST\]|\[\/INST\]|\[SYSTEM_PROMPT\]|\[\/SYSTEM_PROMPT\]) ?/;
 const MISTRAL = { "[INST]": "user", "[/INST]": "assistant", "[SYSTEM_PROMPT]": "system", "[/SYSTEM_PROMPT]": "" };
 const ENDS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>"];
 const BEGIN = /^\s*(?:<\|begin_of_text\|>|<s>|<\|endoftext\|>)\s*/;
 
-// [{ role, text }]: the turns of a chat as its template writes them; one without a role where no template is known. The turn that the
-// model is to write has nothing yet and is left out.
+// Return the turns of a rendered chat, [{ role, text }]; one turn without a role if the template is unknown. Empty turns, such as the
+// one that the model is about to write, are left out.
 export function messages(text, first = "") {
   const pieces = text.replace(BEGIN, "").split(HEADER);
   const found = [{ role: first, text: pieces[0] }];

@@ -1,4 +1,4 @@
-// What the run reached, before and after, and on what it ran.
+// Results of the run before and after training, and its hardware and versions.
 
 import { html, useAnswer, loading, note } from "./lib.js";
 
@@ -14,10 +14,10 @@ export function Overview({ run, about }) {
     <p class="muted">${about.standing}${data.summary ? `: ${data.summary}` : data.last_step === null ? "" : `, last step logged: ${data.last_step}`}</p>
     <section class="card"><h3>Before and after</h3>
       ${data.rows.length > 0 ? html`<${Reached} data=${data} />`
-        : note(data.why_not ?? (data.summary ? "This run was not evaluated (run.evaluate=false)." : "No summary.json: the run has not finished, or was stopped. What it has left so far is on the other pages."))}
+        : note(data.why_not ?? (data.summary ? "This run was not evaluated (run.evaluate=false)." : "No summary.json: the run has not finished, or was stopped. The other pages show its data so far."))}
     </section>
     <section class="card"><h3>What ran</h3>
-      ${data.facts.length > 0 ? html`<table>${data.facts.map(([name, text]) => html`<tr><th>${name}</th><td>${text}</td></tr>`)}</table>` : html`<p class="muted">Known when the run has finished.</p>`}
+      ${data.facts.length > 0 ? html`<table>${data.facts.map(([name, text]) => html`<tr><th>${name}</th><td>${text}</td></tr>`)}</table>` : html`<p class="muted">Available once the run has finished.</p>`}
       ${data.num_non_finite > 0 && note(`${data.num_non_finite} values of the metrics were not finite; the curves have gaps there.`)}
       ${data.config !== null && html`<details><summary>config.yaml</summary><pre>${data.config}</pre></details>`}
     </section>
@@ -30,7 +30,7 @@ function Reached({ data }) {
     <table><tr><th></th><th>before</th><th>after</th></tr>
       ${data.rows.map((row) => html`<tr><th>${row.name}</th><td><${Interval} value=${row.before} /></td>
         <td><${Interval} value=${row.after} />${row.is_of_other_inputs && html` <span class="pill half">other inputs than before</span>`}</td></tr>`)}</table>
-    <p class="muted small">Held-out problems; 95% intervals by bootstrap over problems. System: the answer that the team ends with. An agent with a table of verdicts below: balanced accuracy on solutions fixed before RL. One that can break a right answer: inputs that are wrong and flagged. Other inputs than before: the team's own course decides how many an agent gets (n) and which, so that its two numbers are not of the same problems.</p>
+    <p class="muted small">Accuracy on held-out problems, with 95% intervals by bootstrap over problems. System: the team's final answer. An agent that gives verdicts (table below): balanced accuracy on solutions fixed before RL. An agent that repairs solutions: accuracy on wrong, flagged solutions fixed before RL. Other inputs than before: the agent's inputs depend on the other agents, so the two numbers are from different problems (see n).</p>
     ${data.confusions.map((each) => html`<${Confusion} ...${each} />`)}`;
 }
 
@@ -39,7 +39,7 @@ function Interval({ value }) {
   return html`<b>${value.mean.toFixed(3)}</b> <span class="muted">${value.low.toFixed(3)}–${value.high.toFixed(3)}, n ${value.n}</span>`;
 }
 
-// Bars in [0, 1], before above after, with the interval as a whisker.
+// Bars from 0 to 1 with intervals as whiskers; for each row, the bar before training is above the bar after it.
 function Bars({ rows }) {
   const x = (share) => LEFT + WIDTH * share;
   const height = ROW * rows.length;

@@ -1,4 +1,4 @@
-// Who was busy when, the life of one problem in it, how stale samples were, and the speed beside the plan's.
+// Activity of engines, ranks and judges over time, the lifetimes of one problem's samples, staleness, and measured against planned speed.
 
 import { html, useAnswer, useEffect, useRef, useState, go, loading, note, number, roundTicks, tickText, EXPORTED } from "./lib.js";
 
@@ -83,7 +83,7 @@ function Timeline({ found, life }) {
     </svg></div>
     <p class="legend">${names.slice(0, 24).map((name) => html`<span><i class=${found.colors[name]}></i>${name.slice(0, 80)}</span>`)}</p>
     <p class="small muted">${about ? `${about[1].slice(0, 80)} on ${about[0].slice(0, 40)}: ${number(about[2], 6)} to ${number(about[3], 6)} s (${number(about[3] - about[2], 3)} s) ${Object.entries(about[4]).filter(([, value]) => value !== null).map(([key, value]) => `${key} ${value}`).join(", ").slice(0, 300)}`
-      : "A full line: a step begins; a dashed one: a stage. Drag over the lanes to zoom in; point at a span to read it."}</p>`;
+      : "A full line marks the start of a step, a dashed line the start of a stage. Drag over the lanes to zoom in; point at a span for its details."}</p>`;
 }
 
 const PARTS = { rollout: "rollout", step: "updates", publish: "publishing", total: "a whole step" };

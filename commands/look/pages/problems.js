@@ -1,4 +1,4 @@
-// How each problem went over the steps: a row for each, a cell for each range of steps.
+// Rewards of each problem over the steps: a row for each problem, a cell for each range of steps.
 
 import { html, useAnswer, useState, go, loading, note, number, EXPORTED } from "./lib.js";
 

@@ -1,4 +1,4 @@
-// One sample: the tree that it stands in, what it read and wrote, what it was worth.
+// One sample: its tree, prompt, completion, reward and advantage.
 
 import { html, useAnswer, useEffect, useRef, COLORS, Long, MOST, go, loading, note, number, pillOf, signed, state, EXPORTED } from "./lib.js";
 import { Markdown, messages } from "./markdown.js";
@@ -61,7 +61,8 @@ export function Sample({ run, step, line, url }) {
 
 const Back = () => html`<button class="back more" onClick=${() => go({ sample: null })}>‹ list</button>`;
 
-// Groups as lines of chips, each below the sample that it is about, or with whose tokens it begins; a program's sessions as lines.
+// The tree of samples: a line of chips for each group, below the sample that the group reads or continues; a line for each session
+// if a program plays.
 function Tree({ rows, place, sessions }) {
   const known = new Set(rows.map((row) => row.uid));
   const below = new Map();
@@ -81,7 +82,7 @@ function Tree({ rows, place, sessions }) {
   const lines = [];
   const walk = (parent, depth) => {
     const groups = below.get(parent);
-    below.delete(parent); // a damaged log with a ring of parents cannot make us go round
+    below.delete(parent); // prevents an endless loop if parents form a cycle in a damaged log
     for (const [name, members] of groups ?? []) {
       const about = parent === null ? "" : ` on ${parent.slice(parent.lastIndexOf("/") + 1)}`;
       lines.push(html`<div class=${`line d${Math.min(depth, 6)}`}><span class="muted small name">${name}${about}</span>${members.map(chip)}</div>`);
@@ -110,7 +111,7 @@ function Diff({ diff }) {
 
 const TAGS = ["tool_call", "tool_response"];
 
-// The text with what it asked of tools, and what they said, folded. One pass, whatever the text holds.
+// Split a text at tool calls and tool outputs, in a single pass: [{ tag or null, text, end }].
 export function folded(text) {
   const pieces = [];
   const open = new Set(TAGS);
@@ -127,7 +128,7 @@ export function folded(text) {
     const close = `</${tag}>`;
     const end = text.indexOf(close, start);
     if (end < 0) {
-      open.delete(tag); // none of its kind is closed from here on
+      open.delete(tag); // no tag of this kind is closed after this point
       continue;
     }
     if (start > at) pieces.push({ tag: null, text: text.slice(at, start), end: start });
@@ -138,7 +139,7 @@ export function folded(text) {
   return pieces;
 }
 
-// The same where it is worth it: one piece else.
+// Split a text as `folded` does, or return one piece if there are too many.
 const MOST_PIECES = 400;
 function folds(text) {
   const pieces = folded(text);
@@ -154,7 +155,7 @@ function Written({ text, isRaw }) {
 
 const LONG_SYSTEM = 600; // characters above which a system prompt is folded
 
-// The turns of a chat with Markdown and LaTeX, or the text as it is. A long text is too slow to render.
+// The turns of a chat with Markdown and LaTeX rendered, or the raw text; long texts are raw, because rendering them is slow.
 function Said({ text, isRaw }) {
   if (isRaw || text.length > MOST) return html`<${Long} text=${text} />`;
   return messages(text).map(({ role, text: said }, i) => role === "" ? html`<${Markdown} key=${i} text=${said} />`

@@ -1,4 +1,4 @@
-// The sample browser: a filter, the list that passes it, and the sample that is looked at.
+// The sample browser: a filter, the list of samples that pass it, and the selected sample.
 
 import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, loading, note, number, pillOf, signed, EXPORTED } from "./lib.js";
 import { Sample } from "./sample.js";
@@ -12,7 +12,7 @@ export function Samples({ run, about, url }) {
   for (const field of EXPORTED ? [] : FIELDS) wanted[field] = field === "flag" ? url.getAll("flag") : url.get(field);
   const key = JSON.stringify(wanted);
   const linked = /^\d{1,9}\.\d{1,9}$/.test(url.get("sample") ?? "") ? url.get("sample") : null;
-  const [through, setThrough] = useState({ key, place: linked }); // the list begins with the sample of the link that was opened
+  const [through, setThrough] = useState({ key, place: linked }); // an opened link to a sample: the list begins with it
   const begin = through.key === key && !EXPORTED ? through.place : null;
   const { data, error } = useAnswer("samples", { ...wanted, through: begin }, about.samples > 0 ? 1 : 0);
   const [more, setMore] = useState({ key, ...NO_MORE });
@@ -26,13 +26,13 @@ export function Samples({ run, about, url }) {
     setMore({ key, rows: [...own.rows, ...page.rows], played: [...own.played, ...page.played], next: page.next });
   };
   useEffect(() => {
-    if (data && rows.length === 0 && next) load(); // what hardly anything passes comes page by page
+    if (data && rows.length === 0 && next) load(); // a rare match may need several pages
   }, [key, data, own.next]);
   useEffect(() => setFresh(about.samples), [key]);
   const place = linked;
   const isOpen = useRef(place !== null);
   useEffect(() => {
-    if (isOpen.current || !rows.length || innerWidth <= 760) return; // narrow screens show the list or a sample
+    if (isOpen.current || !rows.length || innerWidth <= 760) return; // narrow screens show either the list or a sample
     isOpen.current = true;
     go({ sample: `${rows[0].step}.${rows[0].line}` }, true);
   }, [rows.length]);
@@ -47,11 +47,11 @@ export function Samples({ run, about, url }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, [at, rows.length, key]);
-  // Rendered anew for another filter alone: a field that is rendered while somebody types in it loses what the URL does not have yet.
+  // Rendered again only if the filter changes: rendering a field while the user types would lose text that is not in the URL yet.
   const bar = useMemo(() => html`<${FilterBar} about=${about} url=${url} />`, [url.toString(), JSON.stringify(about.agents)]);
   return html`<main class=${`samples ${place ? "reads" : ""}`}>
     <section class="list" aria-label="samples">
-      ${EXPORTED ? html`<p class="muted">The deepest problems of the first step and of the last: <code>marsrl view</code> shows every sample.</p>` : bar}
+      ${EXPORTED ? html`<p class="muted">The problems with the deepest trees in the first and the last step. <code>marsrl view</code> shows every sample.</p>` : bar}
       <p class="muted count">${data ? counted(data, rows, next) : !error && loading("the samples")}
         ${about.samples > fresh && html` <button class="more" onClick=${() => go({}, true) || location.reload()}>new samples</button>`}</p>
       ${error && note(error)}
@@ -73,9 +73,9 @@ function counted(data, rows, next) {
 
 const isOther = (row, last) => row.step !== last?.step || row.block !== last.block;
 
-// The head of a problem's samples in a step: how many each agent has, and their mean reward.
+// The heading of a problem's samples in a step: number of samples and mean reward of each agent.
 function Problem({ row, played }) {
-  const own = new Map(played.filter((each) => each.step === row.step && each.block === row.block).map((each) => [each.agent, each])); // a page may end within them
+  const own = new Map(played.filter((each) => each.step === row.step && each.block === row.block).map((each) => [each.agent, each])); // a page may end within these samples
   return html`<div class="group"><a href="?" class="plain clip" title="every sample of this problem" onClick=${(e) => { e.preventDefault(); go({ problem: row.problem_key, sample: null }); }}>${row.problem}</a>
     <span class="muted small">step ${row.step}</span>
     <span class="agents small">${[...own.values()].map((each) => html`<span>${each.agent} ${number(each.num)} × <span class=${`pill ${pillOf(each.reward)}`}>${number(each.reward, 2)}</span></span>`)}</span></div>`;

@@ -1,8 +1,8 @@
-// The tokens of a sample, coloured by what engine and trainer said of each; the numbers of the one that is pointed at or focused.
+// The tokens of a sample, coloured by values from engine and trainer, with the numbers of the token under the pointer or focus.
 
 import { html, useAnswer, useMemo, useRef, useState, go, loading, note, number } from "./lib.js";
 
-// What can be coloured: where a number becomes a darker level, and what the levels are called. Marks have no number.
+// Colourings. edges: values at which the next darker level begins; labels: names of the levels. Colourings by marks have neither.
 export const COLORINGS = {
   logprob: { name: "log-prob", edges: [0.105, 0.693, 2.303, 4.605, 6.908], labels: ["p ≥ 0.9", "≥ 0.5", "≥ 0.1", "≥ 0.01", "≥ 0.001", "less"] },
   entropy: { name: "entropy", edges: [0.1, 0.5, 1, 2, 3], labels: ["< 0.1 nats", "< 0.5", "< 1", "< 2", "< 3", "more"] },
@@ -10,8 +10,8 @@ export const COLORINGS = {
   clipped: { name: "clipped" },
   gated: { name: "gated (DMMPT)" },
 };
-const MOST = 3000; // tokens that are shown at once
-const MOST_CHARS = 300; // of a token
+const MOST = 3000; // maximum number of tokens shown at once
+const MOST_CHARS = 300; // maximum number of characters shown of a token
 
 const sum = (a, b) => (a === null || b === null ? null : a - b);
 const level = (value, edges) => (value === null ? "" : `l${edges.filter((edge) => value >= edge).length}`);
@@ -39,7 +39,7 @@ export function Coloring({ coloring }) {
     <option value="">nothing</option>${Object.entries(COLORINGS).map(([key, each]) => html`<option value=${key}>${each.name}</option>`)}</select></label>`;
 }
 
-// fold: cuts a text at what it asked of tools and what they said.
+// fold: function that splits a text at tool calls and tool outputs.
 export function Tokens({ run, step, line, coloring, fold }) {
   const { data, error } = useAnswer("tokens", { run, step, line });
   const [at, setAt] = useState(null);
@@ -75,7 +75,7 @@ export function Tokens({ run, step, line, coloring, fold }) {
       <button disabled=${start + MOST >= num} onClick=${() => setStart(start + MOST)}>after ›</button></p>`}`;
 }
 
-// The tokens from `start` on, borders of segments between them, calls of tools folded.
+// Return the tokens from `start` on, with marks at the borders of segments, and with tool calls folded.
 function pieces(kept, colored, start, fold) {
   const end = Math.min(kept.text.length, start + MOST);
   const borders = new Map(kept.segments.map(([first, , version]) => [first, version]));
@@ -96,8 +96,8 @@ function pieces(kept, colored, start, fold) {
   return out;
 }
 
-// A token with nothing to see is one of several that make a character; a line's end has a sign of its own.
-// No vocabulary has one that is as long as what is cut here.
+// Return a visible text for a token: "·" for a token without text, which forms a character with other tokens, and "↵" for a line end.
+// Texts above MOST_CHARS are cut; no vocabulary has tokens that long.
 const seen = (text) => (text === "" ? "·" : text.length > MOST_CHARS ? `${seen(text.slice(0, MOST_CHARS))}… ${number(text.length)} characters` : text.replaceAll("\n", "↵\n"));
 
 function Legend({ coloring, kept }) {
@@ -105,23 +105,23 @@ function Legend({ coloring, kept }) {
   const swatch = (classes, text) => html`<span><i class=${`tok ${classes}`}></i>${text}</span>`;
   const lacks = !kept.update && coloring !== "logprob";
   return html`<p class=${`legend by-${coloring}`} aria-label="legend"><b>${name}</b>
-    ${coloring === "difference" ? [swatch("down l0", labels[0]), ...labels.slice(1).map((text, i) => html`<span><i class=${`tok down l${i + 1}`}></i><i class=${`tok up l${i + 1}`}></i>${text}</span>`), html`<span>left: trainer less sure, right: surer</span>`]
+    ${coloring === "difference" ? [swatch("down l0", labels[0]), ...labels.slice(1).map((text, i) => html`<span><i class=${`tok down l${i + 1}`}></i><i class=${`tok up l${i + 1}`}></i>${text}</span>`), html`<span>left: lower under the trainer, right: higher</span>`]
       : labels ? labels.map((text, i) => swatch(`l${i}`, text))
       : coloring === "clipped" ? swatch("marked", `the ratio's clip is active: ${number(kept.clipped.length)} of ${number(kept.text.length)} tokens`)
-      : [swatch("marked", `masked by the gate: ${number(kept.gated.length)} of ${number(kept.text.length)} tokens`), swatch("corrected", `by loss.correction: ${number(kept.masked.length - kept.gated.length)}`)]}
-    ${kept.given.length > 0 && swatch("given", "not the policy's own, or not used by its program")}
-    ${lacks && html`<span>This sample trained nothing in its step: the trainer said nothing of its tokens.</span>`}
-    ${!kept.update && coloring === "logprob" && html`<span>of the engine: this sample trained nothing in its step</span>`}
-    ${kept.update > 1 && html`<span>trained by update ${kept.update} of its step: earlier ones had moved the weights</span>`}</p>`;
+      : [swatch("marked", `masked by the gate: ${number(kept.gated.length)} of ${number(kept.text.length)} tokens`), swatch("corrected", `masked by loss.correction: ${number(kept.masked.length - kept.gated.length)}`)]}
+    ${kept.given.length > 0 && swatch("given", "not sampled by the policy, or not used by its program")}
+    ${lacks && html`<span>This sample was not trained, so there are no values from the trainer.</span>`}
+    ${!kept.update && coloring === "logprob" && html`<span>values from the engine: this sample was not trained</span>`}
+    ${kept.update > 1 && html`<span>trained by update ${kept.update} of its step, after earlier updates had changed the weights</span>`}</p>`;
 }
 
 function Numbers({ kept, at }) {
-  if (at === null || at >= kept.text.length) return html`<p class="numbers small muted">Point at a token, or go to the text with Tab and along it with ← and →.</p>`;
+  if (at === null || at >= kept.text.length) return html`<p class="numbers small muted">Point at a token, or use Tab, ← and →.</p>`;
   const nats = (value) => (value === null ? "–" : `${number(value)} (p ${number(Math.exp(value))})`);
   const segment = kept.segments.find(([start, end]) => start <= at && at < end);
   const marks = ["clipped", "gated"].filter((name) => kept[name].includes(at));
-  if (kept.masked.includes(at) && !kept.gated.includes(at)) marks.push("left out by loss.correction");
-  if (kept.given.includes(at)) marks.push("not the policy's own, or not used by its program");
+  if (kept.masked.includes(at) && !kept.gated.includes(at)) marks.push("masked by loss.correction");
+  if (kept.given.includes(at)) marks.push("not sampled by the policy, or not used by its program");
   const difference = sum(kept.trainer[at], kept.rollout[at]);
   return html`<p class="numbers small facts" aria-live="polite"><span>token ${number(at)}: <code>${seen(kept.text[at]).slice(0, 60)}</code> id ${kept.ids[at]}</span>
     <span>rollout ${nats(kept.rollout[at])}</span><span>trainer ${nats(kept.trainer[at])}</span>
@@ -131,8 +131,8 @@ function Numbers({ kept, at }) {
 }
 
 function None({ near, step }) {
-  return html`<div class="note"><p>No numbers of this sample's tokens were kept. The setting <code>run.token_log_every</code> says of which steps they are, and
-      <code>run.token_log_groups</code> of how many groups of each agent.</p>
-    ${near && html`<p class="facts"><span>${near.step === step ? "Of this step" : `The nearest step that has some is ${number(near.step)}`}:</span>
+  return html`<div class="note"><p>The tokens of this sample were not logged. The setting <code>run.token_log_every</code> is the number of steps between logs of
+      tokens, and <code>run.token_log_groups</code> the number of groups of each agent in a log.</p>
+    ${near && html`<p class="facts"><span>${near.step === step ? "Samples of this step with logged tokens" : `The nearest step with logged tokens is ${number(near.step)}`}:</span>
       ${near.samples.map((each) => html`<button class="chip" onClick=${() => go({ sample: `${near.step}.${each.line}` })}>${each.agent} ${each.line}</button>`)}</p>`}</div>`;
 }

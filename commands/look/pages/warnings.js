@@ -1,4 +1,4 @@
-// Everything that is out of the ordinary in one list, newest first.
+// The run's warnings, unusual metrics and unreadable files in one list, newest first.
 
 import { html, useAnswer, go, loading, note, number } from "./lib.js";
 
