@@ -23,9 +23,10 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, the numbers that its preset shares; those that differ, and why; those that neither text nor code states, as far as
-we know; and what other presets have instead. `python docs/papers.py` writes this from `docs/papers.yaml` and the presets.
-*Script*: the code published with the paper. Results: [evidence.md](evidence.md)."""
+For each paper, this section lists the numbers that our preset shares with the paper, the numbers that differ and why, the numbers
+that neither text nor code states (as far as we know), and the values that differ in other presets. `python docs/papers.py` writes
+the section from `docs/papers.yaml` and the presets. *Script*: the code published with the paper. Results:
+[evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)

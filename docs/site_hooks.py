@@ -1,6 +1,6 @@
 """Hooks of mkdocs: the page of all settings, and links that leave docs/.
 
-The site has docs/ alone, so links to other files of the repository become their text.
+The site contains only docs/, so links to other files of the repository are replaced by their text.
 """
 
 import re
@@ -15,7 +15,7 @@ _OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]+\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """config.md is not in docs/: it is what `marsrl config --markdown` prints."""
+    """Add the page config.md, the output of `marsrl config --markdown`, which is not in docs/."""
     files.append(File.generated(config, "config.md", content=as_markdown()))
     return files
 

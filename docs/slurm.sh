@@ -4,11 +4,11 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# The first TRAINERS hosts of the job train, with RANKS ranks each; the others lend themselves to the engines. Its words are
-# those of trainer/main.py:
+# The first TRAINERS hosts of the job train, with RANKS ranks each; the other hosts run engines. Pass the arguments of
+# trainer/main.py:
 #   TRAINERS=2 sbatch docs/slurm.sh --config configs/qwen3_30b_a3b.yaml \
 #     policies.main.model=/models/Qwen3-30B-A3B-Thinking-2507 data.train=problems.jsonl run.name=first
-# Submitted once more with run.resume=auto behind them it goes on. From the checkout, with .venv/bin on PATH.
+# To resume, submit the same command with run.resume=auto added. Submit from the checkout, with .venv/bin on PATH.
 set -euo pipefail
 export TRAINERS=${TRAINERS:-1} RANKS=${RANKS:-8} RAY_AUTH_MODE=token
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -31,7 +31,7 @@ PAGE = 50
 _READ_S = 1.0  # maximum seconds for reading new samples files in one refresh; the next one reads the rest
 _SEARCH_S = 0.15  # maximum seconds of one search for words
 _LARGEST_TREE = 5000
-_WINDOW = 6  # steps; in the agentic pipeline a trajectory of five agents spans five steps
+_WINDOW = 6  # number of steps that contain a trajectory: with five agents it spans five in the agentic pipeline
 _WORD = re.compile(r"[^\W_]+")
 
 FLAGS = {

@@ -88,7 +88,7 @@ class EngineSetup:
 class EngineMemory:
     """Bytes on one GPU of an engine, and the capacity of the engine's KV cache. kv_cache is negative if the weights do not fit.
 
-    taken: bytes in use on the GPU. has_room: True if the GPU has as many.
+    taken: bytes in use on the GPU. has_room: True if the GPU has at least this much memory.
     """
 
     weights: float

@@ -121,7 +121,7 @@ def credit(
     A teacher adds its part (_teachers_parts) to the advantage of each token. It affects neither rewards nor the statistics of
     groups, nor whether a sample is positive for the gate.
 
-    With credit.turns=returns each turn has its own advantage (turns.py); a sample is positive if all of its turns' are above 0.
+    With credit.turns=returns each turn has its own advantage (turns.py). A sample is then positive if all these are above 0.
 
     A sample without a reward enters no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
@@ -297,7 +297,7 @@ def _teachers_parts(
 
 
 def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, FloatArray]) -> dict[str, float]:
-    """teacher/{agent}/kl: mean of log p_rollout - log p_teacher over sampled tokens, nats, an estimate of the reverse KL."""
+    """Return teacher/{agent}/kl, an estimate of the reverse KL: mean of log p_rollout - log p_teacher over sampled tokens, nats."""
     differences: dict[str, list[FloatArray]] = {}
     for sample in samples:
         if (of_teacher := teacher_logprobs.get(sample.uid)) is not None:
