@@ -5,7 +5,8 @@
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
-# Ubuntu has a user 1000 already. At run time too: vLLM and torch.compile compile with g++ on CPUs, Triton with gcc and Python.h on GPUs.
+# g++ and Python.h are needed at run time too: vLLM and torch.compile use g++ on CPUs, Triton gcc and Python.h on GPUs.
+# --non-unique, because Ubuntu already has a user 1000.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap ca-certificates g++ make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
@@ -16,7 +17,7 @@ WORKDIR /opt/marsrl
 ENV PATH=/opt/marsrl/.venv/bin:$PATH HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
     RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 
-# The libraries have a layer of their own: it stays while only marsrl changes.
+# The libraries are in a separate layer, which is reused if only marsrl changes.
 ARG DEVICE=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY --chown=marsrl constraints/cpu.txt constraints/cuda.txt constraints/
@@ -29,5 +30,5 @@ COPY --chown=marsrl . .
 RUN MARSRL_BUILD=require pip install --no-cache-dir --no-deps --no-build-isolation -e . \
     && echo "$DEVICE" >.venv/.installed
 
-# No HEALTHCHECK: training is no service, and a check that imports PyTorch every few seconds would slow it down.
+# There is no HEALTHCHECK: training is not a service, and a check that imports PyTorch every few seconds would slow it down.
 CMD ["marsrl", "doctor"]

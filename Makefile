@@ -1,41 +1,41 @@
-# make help lists the targets. Everything runs in .venv, which `make install` makes.
+# `make help` lists the targets. Everything runs in .venv, which `make install` creates.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Which set .venv gets, cuda or cpu: asked once, it holds until the other is asked. Empty: by whether nvidia-smi lists a GPU.
+# Set of libraries in .venv: cuda or cpu. A choice lasts until the next one. Empty: cuda if nvidia-smi lists a GPU, else cpu.
 INSTALLED_DEVICE := $(shell cat $(STAMP) 2>/dev/null)
 MARSRL_DEVICE ?= $(INSTALLED_DEVICE)
 export MARSRL_DEVICE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Ray reports usage and vLLM statistics over the network unless told not to.
+# By default, Ray sends usage reports and vLLM sends statistics over the network.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_NO_USAGE_STATS ?= 1
-# Else each of the hundreds of processes that the tests start would compile every module again.
+# With this variable set, each of the hundreds of processes that tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
-# Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
+# Tests of Triton kernels on the CPU. They run in a separate process, because Triton reads the variable when it is imported.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q -n 2 --dist loadscope
-# Tests of torch.compile, which our shim of Megatron turns off in every process that imports the learner's tests.
+# Tests of torch.compile. They run in a separate process, because our shim for Megatron turns torch.compile off.
 COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
 OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py
-# More processes than cores: a test waits now and then, for processes that start, that were killed or that are silent. Each of
-# them spends about 9 s of CPU on collecting the tests.
+# Tests may use more processes than there are cores, because they often wait for processes that start, were killed or are silent. Each
+# process takes about 9 s of CPU time to collect the tests.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
-# The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
+# Version of Triton that the CUDA set's PyTorch installs. Our kernels are tested with it and with the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
-# What the extras reasoning_gym and textarena, and notebooks, add to the locked set, for tests alone: some have no wheel, which a
-# lock wants.
+# Packages that the extras reasoning_gym and textarena, and notebooks, add to the locked set. They are for tests only, and not locked,
+# because some have no wheel.
 GAMES := build/games
 PYTEST := PYTHONPATH=$(CURDIR)/$(GAMES) $(PYTEST)
 
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 
-# What `make mutations` changes, and the tests that are to notice.
+# Module that `make mutations` changes, and tests that should fail then.
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
@@ -53,7 +53,7 @@ $(STAMP): constraints/install.sh constraints/cpu.txt constraints/cuda.txt setup.
 	constraints/install.sh
 	@echo "$(MARSRL_DEVICE)" >$@
 
-lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in ask for; versions in them stay where they can
+lock: install  ## constraints/cpu.txt and cuda.txt from cpu.in and cuda.in; keeps locked versions where possible
 	for set in cpu cuda; do uv pip compile -q --no-header --annotation-style line --only-binary :all: \
 	  --python-version $$([ $$set = cpu ] && echo 3.11 || echo 3.12) --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
 	  $$([ $$set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$$set.in -o constraints/$$set.txt || exit; done
@@ -63,7 +63,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py run.name=$(TRAINED)
 	marsrl report runs/$(TRAINED)
 
-# `make real`: the seed, and the run that imitates the tutors, made once for each seed.
+# `make real`: the seed, and the name of the run that imitates the tutors, which is done once for each seed.
 SEED ?= 0
 PUPILS := runs/real_pupils_$(SEED)
 
@@ -80,12 +80,12 @@ $(PUPILS)/hf: | install /tmp/smollm2 /tmp/real_team
 /tmp/real_team: | install
 	python examples/real_team/problems.py $@
 
-test: install $(GAMES)  ## the tests of every change: all that is quick, and one of each kind that is not (tests/README.md)
+test: install $(GAMES)  ## tests before each commit: all quick ones, and one of each slow kind (tests/README.md)
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	$(INTERPRETED) -m smoke
 	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m "(not slow or smoke) and not gpu and not multi_gpu" $(OTHERS)
 
-test-all: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's packages, for some of them)
+test-all: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (some need root, and install packages with apt)
 	tests/apt.sh chromium chromium "so no page is opened in a browser"
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
@@ -109,14 +109,14 @@ test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and com
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
 	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton" -q
 
-cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
+cluster: install  ## training and failures on hosts made of namespaces (as root)
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	python -m pytest -v tests/cluster/test_cluster.py tests/cluster/all_cases.py
 
-parity: install  ## every parallel layout against one rank and against transformers
+parity: install  ## losses and gradients of every parallel layout against one rank and transformers
 	python benchmarks/parity.py
 
-mutations: install  ## mistakes put into MODULE, one at a time: which ones its TESTS notice
+mutations: install  ## changes MODULE, one mistake at a time, and shows the mistakes that TESTS do not notice
 	python -m pip install -q -c constraints/$(MARSRL_DEVICE).txt cosmic-ray==8.7.0
 	sed 's#MODULE#$(MODULE)#; s#TESTS#$(TESTS)#' tests/mutations.toml | grep -v '^\#' >build/mutations.toml
 	rm -f build/mutations.sqlite

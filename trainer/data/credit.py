@@ -297,7 +297,7 @@ def _teachers_parts(
 
 
 def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, FloatArray]) -> dict[str, float]:
-    """Return teacher/{agent}/kl, an estimate of the reverse KL: mean of log p_rollout - log p_teacher over sampled tokens, nats."""
+    """Return teacher/{agent}/kl: mean of log p_rollout - log p_teacher over sampled tokens, nats, estimating the reverse KL."""
     differences: dict[str, list[FloatArray]] = {}
     for sample in samples:
         if (of_teacher := teacher_logprobs.get(sample.uid)) is not None:
