@@ -32,8 +32,9 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 
 @dataclass(frozen=True)
 class Needs:
-    """GPU and host memory that one policy takes. configured: the config's layout, None if invalid (see why_not_configured).
+    """GPU and host memory that one policy takes.
 
+    configured: memory and time of the config's layout; None if the layout is invalid (see why_not_configured).
     weight_files: bytes of two versions of weight files for the engines, in the memory of rank 0's host.
     rank_transfer_bytes: NCCL's buffers for publishes on a rank's GPU.
     routed_experts: bytes of a step's recorded experts on rank 0's host (trainer.router_replay=rollout).

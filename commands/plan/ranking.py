@@ -26,8 +26,9 @@ _MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: bytes on the same GPU used during training by others (an engine in the same process). between_bytes: bytes used
-    between updates only (an engine that sleeps during them). scored: models with a forward pass before the update.
+    shared_bytes: bytes of the GPU that others use during training (an engine in the same process).
+    between_bytes: bytes that others use only between updates (an engine that sleeps during them).
+    scored: models with a forward pass before the update.
     cuts_sequences: True if context parallelism is possible.
     """
 

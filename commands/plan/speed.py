@@ -21,8 +21,11 @@ from marsrl.trainer.learner.megatron.layout import Layout
 class Work:
     """The data of one step, over all ranks.
 
-    sequences: number of samples. tokens: prompt and completion tokens of all samples. trained: completion tokens of all samples.
-    longest: tokens of the longest sample. updates: number of optimizer updates, each on its part of the samples.
+    sequences: number of samples.
+    tokens: number of prompt and completion tokens of all samples.
+    trained: number of completion tokens of all samples.
+    longest: number of tokens of the longest sample.
+    updates: number of optimizer updates, each on a part of the samples.
     """
 
     sequences: int

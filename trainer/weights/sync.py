@@ -121,7 +121,9 @@ class SyncReport:
 class Delivered:
     """Transfer to engines: what was sent, and the engines' receipts.
 
-    expected: {fused tensor: checksum} for each shard of an engine. receipts: by engine. num_bytes, changed_share: as SyncReport.
+    expected: {fused tensor: checksum} for each shard of an engine.
+    receipts: {engine number: receipt}.
+    num_bytes, changed_share: as in SyncReport.
     """
 
     expected: Sequence[Mapping[str, int]]
@@ -149,8 +151,9 @@ class WeightSync(ABC):
     ) -> None:
         """Prepare to publish; `engines` is None on ranks other than 0.
 
-        dtype: compute dtype of the engines. verify_every: versions per comparison. precision: the engines' precision, if dtype
-            alone does not set it.
+        dtype: compute dtype of the engines.
+        verify_every: number of versions from one comparison to the next.
+        precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
         self._precision = precision or Precision(dtype)
@@ -210,7 +213,7 @@ class WeightSync(ABC):
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the current weights to one engine again. Collective; never called when weights come from a file.
 
-        engine: its number, on rank 0; None on other ranks, which also return None.
+        engine: number of the engine, on rank 0; None on other ranks, which also return None.
         """
         raise NotImplementedError
 
@@ -367,9 +370,9 @@ class DirectSync(WeightSync):
         precision: Precision | None = None,
         **options: Any,
     ) -> None:
-        """Send directly; verify_every, precision: as for WeightSync; options: the DirectSender's.
+        """Prepare to send directly. verify_every, precision: as in WeightSync. options: arguments of DirectSender.
 
-        Raises ValueError: an engine holds its weights in a form that cannot be received.
+        Raises ValueError if an engine holds its weights in a form that cannot be received.
         """
         super().__init__(engines, dtype, verify_every=verify_every, precision=precision)
         for engine, info in enumerate(engines.pool.infos() if engines is not None else ()):
@@ -486,8 +489,10 @@ class Standby:
         rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
         other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
 
-    Every rank has one Standby for all trained policies. pools: by policy, on rank 0; None elsewhere. versions: live view of the
-    current versions.
+    Every rank has one Standby for all trained policies.
+
+    versions: {policy: current version}, a live view.
+    pools: {policy: pool of engines} on rank 0; None on other ranks.
     """
 
     _STOPPED = "\0"  # Sent instead of a policy's name.

@@ -86,8 +86,8 @@ class PackedAttention(MegatronModule):
 class KeptAttention:
     """Attention of a layer that is recomputed: its output and statistics are kept, and q, k and v are recomputed.
 
-    The graph of the first forward pass is kept without the memory of q, k and v. Its backward reads the recomputed q, k and v.
-    So this works for every implementation of attention_varlen, and the gradient is that of the kept forward pass.
+    The autograd graph of the first forward pass is kept, but without the memory of q, k and v: its backward pass reads the
+    recomputed ones. This works for every implementation of attention_varlen, and the gradient is that of the kept forward pass.
     """
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -105,7 +105,7 @@ class KeptAttention:
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             starts = _Start.apply(torch.empty(0, requires_grad=True), *inputs)
-            # Keep edges of the graph, because tensors would keep their memory.
+            # Keep only the edges of the graph: kept tensors would hold their memory.
             self._edges = [torch.autograd.graph.get_gradient_edge(start) for start in starts]
             self._graph = attend(*starts)
         self._strides, self._remade = [x.stride() for x in inputs], remade

@@ -138,7 +138,7 @@ class Optimizer:
                         adam.state[parameter] = {
                             "step": torch.tensor(
                                 0.0, device=parameter.device
-                            ),  # The fused update expects it on this device.
+                            ),  # The fused update expects `step` on this device.
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }
@@ -149,8 +149,8 @@ class Optimizer:
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:
     """Gather optimizer state for saving as megatron does, with padding between buckets restored.
 
-    megatron-core 0.16.1 omits it and then reads at offsets that include it: after a padded bucket (tied embeddings
-    under pipeline parallelism, or many buckets) wrong states were saved without an error.
+    megatron-core 0.16.1 omits this padding, and then reads at offsets that include it. After a padded bucket (tied embeddings
+    under pipeline parallelism, or many buckets) it saved wrong states without an error.
     """
     state = gathered(*words, **options)
     for index, buffer in enumerate(buffers if state is not None else ()):

@@ -101,8 +101,11 @@ class Model:
 class Passes:
     """Passes of one policy. Every method is collective over all ranks.
 
-    model: the bare model; trained: the same wrapped for training; reference: frozen, None without a KL term. aux_loss:
-    coefficient of the router's balancing loss. reward_kl_coef: weight of the KL penalty in the reward (kl_reward.py); 0: none.
+    model: the bare model.
+    trained: the same model, wrapped for training.
+    reference: frozen model of the KL term; None without a KL term.
+    aux_loss: coefficient of the router's balancing loss.
+    reward_kl_coef: weight of the KL penalty in the reward (kl_reward.py); 0: no penalty.
     """
 
     model: PolicyModel
@@ -282,7 +285,7 @@ class Passes:
             to_go.append(KlToGo.of(context_cut.whole(log_ratio), mask, bounds, torch.tensor(context_cut.given.agents)))
         totals = torch.stack([kl.totals(len(self.objectives)) for kl in to_go]).sum(0).to(training_device())
         dist.all_reduce(totals)
-        # Tensor-, pipeline- and context-parallel ranks have equal sums.
+        # Tensor-, pipeline- and context-parallel ranks computed the same sums, so the all-reduce counted each several times.
         totals = totals.cpu() / (self.layout.tensor * self.layout.pipeline * self.layout.context)
         return [
             self.reward_kl_coef * context_cut.own(kl.centred(totals))
