@@ -17,7 +17,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""train; evaluate: one sample per ask, up to the final answer; collect: as train, to collect fixed inputs for evaluations."""
+"""Purpose of an episode. evaluate: one sample per ask, up to the final answer; collect: as train, for an evaluation's fixed
+inputs."""
 
 
 @dataclass(slots=True)
@@ -28,8 +29,8 @@ class Episode:
         solver.id in episode.answers                            # 8 samples, from "000017/solver:0"
 
     id: "000017", or "000017.3" if a rollout instance has several episodes. rollout_id: id of the instance.
-    seed: the run's. asks: by id, in order. answers: the samples of each finished ask, by index, without their tokens;
-    () if the ask's prompt was too long or no sample finished. calls: tool calls by id; outputs: finished calls' outputs.
+    seed: run.seed. asks: asks so far, by id, in order. answers: the samples of each finished ask, by index, without their tokens;
+    () if the ask's prompt was too long or no sample finished. calls: tool calls by id. outputs: outputs of finished calls, by id.
     waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode failed, if the
     team's code raised.
     """

@@ -71,7 +71,8 @@ class HttpLine:
         self._jitter = random.Random()  # spreads the retries of requests that were rejected together
         self._is_cut = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()
-        # No redirects: the key must only reach the configured host. identity: limits apply to uncompressed bytes.
+        # No redirects: the key must only reach the configured host. No compression (identity): the size limit applies to
+        # uncompressed bytes.
         self._client = httpx.Client(
             headers={"Accept": "application/json", "Accept-Encoding": "identity", **(headers or {})},
             timeout=timeout_s,

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 Own = TypeVar("Own")
 
-_PREFIX = "marsrl_own_"  # of the modules that users' files become
+_PREFIX = "marsrl_own_"  # begins the names of modules imported from users' files
 _MEMORY = "memory:"
 _in_memory: dict[str, type] = {}
 
@@ -44,12 +44,12 @@ def is_own(name: str) -> bool:
 
 
 def is_in_memory(name: str) -> bool:
-    """True if a setting names a class that only the process that was given it has."""
+    """Return True if a setting names a class that exists only in the process that registered it."""
     return name.startswith(_MEMORY)
 
 
 def name_of(kind: type) -> str:
-    """The name by which own_class returns this class: FILE.py:CLASS, or memory:CLASS.
+    """Return the name by which own_class finds this class: FILE.py:CLASS, or memory:CLASS.
 
     FILE.py is the file of a module that is imported by that name alone. It is not __main__, which would run a second time, nor
     a module of a package, which may import its neighbours by relative names.
@@ -73,7 +73,7 @@ def forget_files() -> None:
 
 
 def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
-    """The class that `key: FILE.py:CLASS` or `key: memory:CLASS` names; the same object at every call.
+    """Return the class that `key: FILE.py:CLASS` or `key: memory:CLASS` names; the same object at every call.
 
     Raises ValueError, which begins with the key: no such file or class, not a subclass of `base`, or the import fails.
     """
@@ -92,7 +92,7 @@ def own_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def _named(key: str, name: str) -> tuple[str, str, object]:
-    """Return (file, name in it, the object of that name or None)."""
+    """Return (file, name of the object, the object or None if the file lacks it)."""
     place, _, inside = name.rpartition(":")
     if is_in_memory(name):
         if name not in _in_memory:

@@ -54,7 +54,7 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """Judge of answers that measures its busy periods. A model judges episodes of the purposes it serves, the task others.
+    """Judge of answers that measures its busy periods. The model judges episodes whose purposes it serves, the task the others.
 
     on_call, if set, receives each period with pending answers: (number of answers, start, end), in seconds of time.time().
     """
@@ -98,14 +98,13 @@ class WatchedJudge:
 class Team:
     """Resources for playing and judging: agents, orchestration, engines, tools and judges.
 
-    renderers and pools are keyed by policy name, for the agents' policies; agents[name].policy is an agent's policy.
-    adapters: {policy that is an adapter: policy whose pool decodes it}; its own name if the pool adapts the same weights.
-    records_experts: policies whose engines record, for training, each token's experts.
-    max_turns: limit of agent and tool calls in one episode. tools: those that the orchestration may call.
-    gateway: for programs that play episodes.
+    renderers, pools: chat renderers and engine pools of the agents' policies, by policy name. adapters: {policy that is an
+    adapter: policy whose pool decodes it}, which may be the policy itself. records_experts: policies whose engines record the
+    experts of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
+    agents and orchestration call. gateway: serves programs that play episodes; None for other teams.
     teachers: engines, by policy, that score agents' samples (agents.<name>.teacher).
-    max_kept: {agent trained on truncated draws: most tokens its sampler keeps at a position}; for these agents the ids are
-    recorded.
+    max_kept: {agent trained on truncated draws: maximum number of tokens that its sampler keeps at a position}. The kept ids of
+    these agents are recorded.
 
     If the orchestration's code, which may be a user's, raises, only that episode or sample ends as an error
     (rollout.max_error_share).
@@ -146,7 +145,7 @@ class Team:
             # Calls of agents' own tools are not counted here: max_tool_turns bounds them.
             known = episode.asks if any(agent.tools for agent in self.agents.values()) else episode.asks | episode.calls
             num_turns = len({each.id for each in asked}.union(known))
-            if num_turns > self.max_turns and self.gateway is None:  # the gateway counts its own turns
+            if num_turns > self.max_turns and self.gateway is None:  # sessions have their own limit, external.max_calls
                 raise ValueError(f"{num_turns} calls of agents and tools exceed rollout.max_turns = {self.max_turns}")
             return episode.enter([*asked, *own])
         except Exception as error:
@@ -237,13 +236,13 @@ class Team:
         return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
 
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
-        """Give the sample its episode's outcome, which is an adviser's reward."""
+        """Return the sample with its episode's outcome; for an adviser the outcome is also the reward."""
         sample = replace(sample, outcome=outcome)
         is_whole = sample.finish is Finish.STOP or self.orchestration.plays_sessions
         if not self.orchestration.spec(sample.agent).advises or not is_whole or sample.finish is Finish.ERROR:
             return sample
         if not sample.reward.is_missing:
-            return sample  # scored by the team's own rule, or overlong
+            return sample  # already rewarded by the team's own rule, or overlong
         reward = Reward(outcome, outcome, {"outcome": outcome}, turns=sample.reward.turns)
         return replace(sample, reward=self._penalised(sample, reward))
 
@@ -308,7 +307,7 @@ class Team:
         renderer, finish = self.renderer(ask.agent), read.finish
         text = (
             renderer.decode(completion.token_ids) if completion.text is None else completion.text
-        )  # None after a restart or an error
+        )  # the text is None after a restart or an error
         read_text = text if read is completion else renderer.decode(read.token_ids)
         turn_start, in_thought = present_turn(renderer, prompt_text, read, read_text)
         sample = Sample(
@@ -353,7 +352,7 @@ class Team:
             return self._failed(sample, "parse", raised)
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
-        """Start the judgements that these completions' rewards need; None for each completion that needs none."""
+        """Start a judgement for each completion; None for a completion whose reward needs none."""
         answers = []
         for each in ended:
             assert each.sample is not None, f"{each.uid} has not ended"
@@ -364,11 +363,11 @@ class Team:
         return [None if answer is None else next(judgements) for answer in answers]
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
-        """Return the completion's sample with its reward, by the orchestration's rules and the judgement if they need one."""
+        """Return the completion's sample with the reward that the orchestration gives it. judgement: None if it needs none."""
         sample = completion.sample
         assert sample is not None, f"{completion.uid} has not ended"
         if sample.finish is Finish.ERROR:
-            return sample  # keeps its missing reward and the reason
+            return sample  # the sample keeps its missing reward and the reason
         try:
             method = "reward"
             reward = returned.reward(
@@ -407,8 +406,8 @@ class Team:
     def sleep(self, renewed: Collection[str]) -> None:
         """Free all engines' memory for the trainer if they share its GPUs; else do nothing.
 
-        renewed: policies whose engines get new weights before their next request, and may discard the old ones.
-            Adapters are sent without the weights that they adapt.
+        renewed: policies whose engines get new weights before their next request, so that they may discard the old weights. An
+            update of an adapter does not renew the weights that it adapts.
         """
         for policy, pool in self.pools.items():
             pool.sleep(keeps_weights=policy not in renewed or policy in self.adapters.values())
@@ -418,8 +417,7 @@ class Team:
             self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
-        """Add the rewards of single turns, and subtract agents.<name>.format_penalty, if there is neither answer nor verdict,
-        and the agents.<name>.overlong penalty.
+        """Return the reward plus the rewards of single turns, minus penalties (agents.<name>.format_penalty and overlong).
 
         `correct` does not change.
         """
@@ -447,16 +445,17 @@ class Team:
 def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
     """Return (index in `text` where the current turn begins, True if it begins within a thought).
 
-    After a turn that the policy ended, the messages that follow decide whether a thought is open, as the prompt does for the
-    first turn; after a pause, the policy's own earlier text decides. Text by tools or other agents is ignored.
+    Whether a thought is open at the beginning follows from the prompt (first turn), from the messages after the last turn (if the
+    policy ended that turn), or from the policy's own earlier text (after a pause). Text by tools or other agents is ignored.
     """
     begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
     if not completion.turn:
         return 0, begins
     ids, own = completion.token_ids, completion.is_sampled
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)  # each run is all sampled or not at all
+    # Split into runs that are sampled or not sampled as a whole.
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)
     ended = [own[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
-    first = max((place for place, has in enumerate(ended, 1) if has), default=0)  # text before it is irrelevant
+    first = max((place for place, has in enumerate(ended, 1) if has), default=0)  # earlier text does not matter
     last, has_ended = "", first > 0
     for run in runs[first:]:
         words = renderer.decode(ids[run])

@@ -101,14 +101,14 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The answer that made a program start a sub-agent: to the session's call number `call`, from 1, in the sample `uid`."""
+    """The answer that made a program start a sub-agent: the answer in sample `uid` to call number `call` (from 1)."""
 
     uid: str
     call: int
 
 
 PENALTIES = ("format", "overlong")
-"""Names in Reward.parts of what a team subtracts for the form of a completion."""
+"""Names of the penalties on a completion's form in Reward.parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class Reward:
 
     value: reward for training, after penalties; NaN = missing (excluded by all algorithms).
     correct: the task's judgement before penalties, in [0, 1]; NaN = unknown.
-    parts: the addends of `value`, by name. note: explanation for people of a missing reward or unparsable answer.
-    turns: addends of `value` that belong to single turns, one for each of the sample's trained_turns; the rest of `value`
-    belongs to the last turn. () if all of it does.
+    parts: the addends of `value`, by name. note: explanation of a missing reward or unparsable answer, for display.
+    turns: part of `value` that belongs to each of the sample's trained_turns; the rest of `value` belongs to the last turn. ()
+    means that all of `value` belongs to the last turn.
     """
 
     value: float
@@ -243,14 +243,14 @@ class Sample:
 
     token_ids [N] int32 and rollout_logprobs [N] float32 cover the completion only, end token included. Log-probs are in
     nats, at the sampling temperature, under the weights that sampled, renormalised over the tokens that the sampler kept.
-    is_sampled [N] is False for tokens that are not trained: those that a tool or another agent wrote while the sample
-    waited, and answers that a program never read or discarded. turn: number of such continuations so far; turn_start: index
-    in `text` after the last one; in_thought: True if that position is within a thought (<think>).
+    is_sampled [N] is False for tokens that are not trained: tokens that a tool or another agent wrote while the sample waited,
+    and answers that a program discarded or never read. turn: number of such continuations so far; turn_start: index in `text`
+    after the last one; in_thought: True if that position is within a thought (<think>).
     turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text` of the end of the
     last answer that was read, if others follow; None: the end.
-    behind: of a program's sample, the longest common prefix with an earlier sample of the agent in its session. caller: for a
-    sample of a sub-agent. None: none, or no program played. rewritten: for people, what the program changed in an earlier chat,
-    or why else the sample does not continue an earlier one; "" if it is new.
+    behind: longest common prefix with an earlier sample of the agent in a program's session; None if there is none. caller:
+    answer that made a program start this sample's sub-agent; None for other samples. rewritten: reason, for display, why the
+    sample does not continue an earlier one, such as a change of the chat; "" if it is new.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
     that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
     gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.

@@ -203,7 +203,7 @@ def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
     connection.send_bytes(b"ready")
     while True:
         timeout_s, request = msgspec.msgpack.decode(requests.get())
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends the process even if C code holds the GIL
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)  # the signal ends the process even if C code holds the GIL
         try:
             reply = {name: without_surrogates(value) for name, value in answer(request).items()}
         except Exception as error:  # the parent counts failures of any kind

@@ -44,8 +44,9 @@ _REGION_MARKS = frozenset(["(", "[", r"\{", "<", ">", r"\leq", r"\geq", r"\neq",
 class Several:
     """Parts of an answer.
 
-    brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: each part is the
-    value of another variable, so that bare values follow the order of the names; x_1 and x_2 are one variable.
+    brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: True if the parts are
+    values of different variables (x=1, y=2); values without names then count in the order of the variables. x_1 and x_2 are one
+    variable.
     """
 
     brackets: str
@@ -55,7 +56,7 @@ class Several:
 
 
 def same_parts(reference: Tokens, answer: Tokens) -> bool:
-    """Return True if an answer (said) equals the reference (wanted)."""
+    """Return True if an answer equals the reference, part by part."""
     reference, answer = _bare(reference), _bare(answer)
     if normal(reference) == normal(answer):
         return True
@@ -104,7 +105,7 @@ def _bare(part: Tokens) -> list[str]:
 
 
 def _is_name(part: Tokens) -> bool:
-    """Return True for what an equation may define: x, x_1, Area, f(x), f^{-1}(x), y', (x, y)."""
+    """Return True if an equation may define this part: x, x_1, Area, f(x), f^{-1}(x), y', (x, y)."""
     if bracketed(part) and part[0] == "(":
         return all(_is_name(each) for each in split(part[1:-1], (",",))[0])
     text = joined(normal(part))
@@ -119,10 +120,10 @@ def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[s
 
 
 def _found(sides: list[list[str]], operators: list[str], *, is_reference: bool) -> list[str] | None:
-    """Return the value that an equation states for a name or an expression (a+b=5), except the value 0.
+    """Return the value that an equation states for a name or an expression (a+b=5); None if it states none, or the value is 0.
 
-    is_reference: the equation is the reference. There, x+y=5 may be a line rather than the value 5, whereas AB=5 and S_1:S_2=5
-    state values.
+    is_reference: the equation is the reference. In a reference x+y=5 may describe a line, so it states no value; AB=5 and
+    S_1:S_2=5 do.
     """
     value = _assigned(sides, operators)[1]
     if value is not None or operators != ["="] or not constant(sides[1]):

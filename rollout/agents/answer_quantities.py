@@ -83,7 +83,7 @@ _BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Build {symbol or word: (base unit, how many base units it is)}."""
+    """Build {symbol or word: (base unit, size in base units)}."""
     unity = Fraction(1)
     table = {
         "cent": ("dollar", unity / 100),
@@ -148,7 +148,7 @@ def _is_unit_part(token: str) -> bool:
 
 
 def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
-    """Return the quantity if the tail is a unit. is_text: it is set as text, so that unknown symbols are units too."""
+    """Return the quantity if the tail is a unit. is_text: the tail is in \\text{}, where unknown words are units too."""
     has_space = tail[:1] == [" "]
     number, tail = stripped(number), stripped(tail)
     if not number or number[-1] in ("+", "-", "^", "_") or not tail or tail[0] in ("/", "\\cdot", "."):
@@ -197,7 +197,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
 
 
 def _unit(name: str) -> tuple[str, Fraction]:
-    """Return (base unit, how many of it); (the word in the singular, 0) for an unknown unit."""
+    """Return (base unit, size in base units); for an unknown unit (the word in the singular, 0)."""
     lower = name.lower()
     for spelling in (name, lower, lower.removesuffix("s"), lower.removesuffix("es"), _FOLDED.get(lower, "")):
         if spelling in _UNITS:
@@ -247,7 +247,7 @@ def _same_number(reference: Tokens, answer: Tokens) -> bool:
 
 
 def _rounds_to(part: Tokens, value: Fraction | None, exact: Tokens) -> bool:
-    """Return True if this is a decimal of several digits to which the other number, written exactly, rounds."""
+    """Return True if the exact number rounds to this decimal, which must have several digits."""
     text = "".join(part).lstrip("+-")
     digits, point, decimals = text.partition(".")
     if value is None or not point or not decimals.isdigit() or "." in "".join(exact):

@@ -121,7 +121,7 @@ def constant(part: Tokens) -> Fraction | float | None:
 
 
 def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
-    """Return the expressions with variables in lower case, unless one has a letter in both cases; E and I are not e and i."""
+    """Convert variables to lower case, except E and I; return the expressions as they are if one has a letter in both cases."""
     if any(
         {token.swapcase() for token in expression if len(token) == 1 and token.isalpha()} & set(expression)
         for expression in expressions
@@ -131,7 +131,7 @@ def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
 
 
 def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:
-    """Return True if two values are equal: a difference that is only rounding shrinks with the precision."""
+    """Return True if two values are equal: their difference shrinks at a higher precision, as rounding errors do."""
     differences = []
     for digits in (_FEW_DIGITS, _MANY_DIGITS):
         x, y = (_value(each, point, digits, _is_complex(a, b)) for each in (a, b))
@@ -398,7 +398,7 @@ class _Reader:
         return Fraction(value) if isinstance(value, int) else value
 
     def _variable(self, token: str) -> Any:
-        """Return e, i, or a drawn value; f(x), g(x), h(x) and named functions draw one value for each argument."""
+        """Return the value of e, i, a variable or a function such as f(x); variables and functions get random values."""
         name = token
         if token in ACCENTS:
             self._take("{")
@@ -433,7 +433,7 @@ class _Reader:
         return self._drawn(name)
 
     def _index(self, token: str) -> int:
-        """Count the tokens up to the next one like this, which closes a name's braces."""
+        """Return the number of tokens of a name before this closing token."""
         rest = self._tokens[self._at : self._at + 40]
         if token not in rest or "{" in rest[: rest.index(token)]:
             raise Unreadable(token)

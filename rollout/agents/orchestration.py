@@ -42,7 +42,7 @@ class Orchestration:
             next agent.
         evaluate: settings of `follow` in evaluation episodes.
         tools: names of the tools that the config sets.
-        renderers: by agent, for teams that count tokens.
+        renderers: chat renderers by agent, for teams that count tokens.
     """
 
     class Options(Settings):
@@ -56,9 +56,9 @@ class Orchestration:
     tools: tuple[str, ...] = ()
     """Names of tools that `follow` calls (episode.call); all must be set in the config's `tools`."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
-    """Further tools that `follow` calls if the config sets them.
+    """Names of further tools that `follow` calls if the config sets them.
 
-    An instance's `tools` includes those, and its agents' own (agents.<name>.tools)."""
+    The attribute `tools` of an instance then includes them, and the tools of its agents (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs, collected from episodes played before RL."""
 

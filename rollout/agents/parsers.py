@@ -259,8 +259,8 @@ PARSERS: Mapping[str, Mapping[str, Parser]] = {
 class Compat:
     """Parser of a Verifier's whole output as in the code published with a paper (agents.<name>.parser: compat).
 
-    marker: text that the parser looks for and the prompt must ask for. report: the part that others see. verdict:
-    always found. is_valid: True if the format is valid.
+    marker: text that the parser looks for and the prompt must ask for. report: returns the part that other agents see. verdict:
+    returns the verdict; there always is one. is_valid: returns True if the format is valid.
     """
 
     marker: str

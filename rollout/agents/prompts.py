@@ -32,7 +32,7 @@ from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.types import Message
 
 TAUGHT = ("chain", "facts")
-"""Built-in sets for policies that are warm-started here, and need not ask for the form of an answer."""
+"""Built-in sets for policies with a built-in warm start, which teaches the form of an answer without a prompt for it."""
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
@@ -90,7 +90,7 @@ class PromptSet:
         return tuple(filled)
 
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
-        """Return the set with this system turn, and this text below the user's last turn, in the chats of these roles.
+        """Return the set with `system` as system turn and `suffix` below the last user turn, in the chats of these roles.
 
         Raises ValueError that begins with the setting's name: the text has a placeholder that a role lacks, or `system`
         replaces a turn that has a placeholder the role needs.
@@ -113,7 +113,7 @@ class PromptSet:
         return replace(self, turns=turns, suffix=suffix or "")
 
     def compat(self) -> Compat | None:
-        """Published code's parser whose marker the Verifier's prompt asks for; None without one."""
+        """Return the parser of published code whose marker the Verifier's prompt asks for; None without one."""
         told = "".join(turn.content for turn in self.turns.get(Role.VERIFIER, ()))
         return next((each for each in COMPATS.values() if each.marker in told), None)
 

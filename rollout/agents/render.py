@@ -39,7 +39,7 @@ _FIRST_TWIN = 0xD800
 _PLACEHOLDER = "\udfff{index}\udfff"
 _PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
 _ANSWER = "\udffe"  # placeholder for a completion, in a chat rendered only to get the text after it
-_MARK = re.compile(r"[^\w\s]|_")  # characters that show a word is not a plain one
+_MARK = re.compile(r"[^\w\s]|_")  # a word with one of these characters is not a plain word
 _SPACE = re.compile(r"\s+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HERMES = re.compile(r"<tool_call>\s*\{")
@@ -124,8 +124,8 @@ class ChatRenderer:
     ) -> tuple[IntArray, str]:
         """Render a chat that ends where the model continues: (prompt ids [N] int32, prompt text for display).
 
-        tools: functions that the chat template shows, marsrl's or in OpenAI's format. template_options: its own (Qwen3:
-        enable_thinking).
+        tools: functions that the chat template shows, marsrl's or in OpenAI's format. template_options: options of the chat
+        template (Qwen3: enable_thinking).
 
         The text equals that of the tokenizer's `apply_chat_template`. ValueError: the template rejects the turns, or omits one.
         """
@@ -432,7 +432,7 @@ class ChatRenderer:
         return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
 
     def why_not_text(self) -> list[str]:
-        """Return reasons why a server would tokenise or end prompts, sent as text `without_first`, unlike marsrl's engines."""
+        """Return reasons why a server that gets prompts as text would tokenise or end them unlike marsrl's engines."""
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
         added = self._text(last if prompt.startswith(self._text(first)) else first + last)
@@ -495,7 +495,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _encode_pieces(self, pieces: Sequence[int | str | None]) -> IntArray:
-        """Encode text between two control tokens or cuts as one, as in the whole string."""
+        """Encode adjacent texts together, up to the next control token or cut, for the same ids as in the whole string."""
         runs = [np.zeros(0, np.int32)]
         pending = ""
         for piece in [*pieces, None]:
@@ -512,7 +512,7 @@ class ChatRenderer:
     def _encoded(self, text: str) -> IntArray:
         if self._fast is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        else:  # the wrapper takes twice as long; encode() of one text holds the GIL
+        else:  # twice as fast as the wrapper; unlike encode(), it releases the GIL
             ids = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control_ids.isdisjoint(ids):
             return np.array(ids, np.int32)
@@ -537,7 +537,8 @@ class ChatRenderer:
         return None if is_opener else end
 
     def _probed(self, *turns: Mapping[str, str], prompts: bool = False) -> str:
-        """Render the chat with the template; "" if it rejects these turns. prompts: with the start of a next turn."""
+        """Render the chat with the template; "" if it rejects these turns. prompts: add the start of the assistant's next
+        turn."""
         try:
             return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
         except TemplateError:

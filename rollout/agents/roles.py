@@ -47,7 +47,7 @@ READS: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles whose prompts it gets."""
+    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles in which it is asked."""
 
     name: str
     role: Role = Role.SOLVER

@@ -4,7 +4,7 @@ An engine holds one policy's weights at one version, and low-rank adapters of th
 version. It decodes, scores given tokens, and loads new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also during decoding
-    engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  finished ones, in any order
+    engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  of finished requests, in any order
     engine.abort()                                                             unfinished requests return as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
@@ -62,12 +62,12 @@ class DecodeRequest:
         )
 
     token_ids [N] int32: the prompt and the completion decoded in earlier segments.
-    seed: this request's, derived from (run seed, sample uid, segment index).
+    seed: seed of the draws, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
     expected_new_tokens: estimate that lets a pool send the longest first; None: max_new_tokens.
-    experts_from: record experts from this index of the fed tokens on (router replay); None: do not record.
+    experts_from: index of the first token whose routed experts are recorded (router replay); None: do not record.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
-    text_from: return the text from this index of these tokens on, new tokens included; None: no text.
+    text_from: index of the first token of the returned text, which includes new tokens; None: no text.
     """
 
     uid: str
@@ -179,7 +179,7 @@ class EngineInfo:
     """Class and version of the serving library, for summary.json and `doctor`.
 
     settings: {setting of ModelShape.settings(): distinct values that the layers compute with}, as far as the engine knows.
-    sampler: description of the sampler. shards: shards of the model, one per worker. adapters: names of the served adapters.
+    sampler: description of the sampler. shards: each worker's part of the model. adapters: names of the served adapters.
     why_no_receive: why trainer ranks cannot send weights to the engine without files (sync.backend=nccl, ipc); "" if they can.
     """
 
@@ -223,12 +223,12 @@ class AdapterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """Weights of an engine after an update.
+    """Version and checksums of an engine's weights after an update.
 
-    checksums: for each shard {tensor name in its fused layout: checksum}; for an
-    adapter, {tensor: checksum} as in rollout.adapter.held_by_shard.
+    checksums: for each shard, {tensor name: checksum}; names are those of the fused layout or, for an adapter, of
+    rollout.adapter.held_by_shard.
 
-    checksum_seconds: part of the update spent on checksums.
+    checksum_seconds: part of the update's time spent on checksums, in seconds.
     broken: why weights from the trainer's ranks did not arrive completely; empty if they did. If set, the version is TORN
         and there are no checksums.
     """
@@ -274,8 +274,8 @@ class Engine(ABC):
 
     def __init__(self, adapters: Iterable[str] = ()) -> None:
         self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the bare weights
-        self._inbox: deque[DecodeRequest] = deque()  # submitted, for the next `collect`
-        self._aborts: deque[str | None] = deque()  # adapters
+        self._inbox: deque[DecodeRequest] = deque()  # requests submitted since the last `collect`
+        self._aborts: deque[str | None] = deque()  # adapters whose requests to abort; None: all
         self._num_decoded = 0
 
     @abstractmethod
@@ -312,7 +312,7 @@ class Engine(ABC):
     ) -> list[FloatArray]:
         """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
 
-        adapter: adapter of all sequences, or of each; "": the bare weights.
+        adapter: one adapter for all sequences, or a list with one for each; "": the bare weights.
         temperature: temperature at which a teacher scores samples; nothing may be decoding. None: temperature 1, for probes that
             check a weight sync and the caches; running requests continue.
         """

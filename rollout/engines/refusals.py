@@ -43,7 +43,7 @@ class TrainerHost:
     rank_hosts: tuple[RankHost, ...] = ()
 
     def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
-        """Return indices of the GPUs that a Ray started here may give to engines of all policies (rollouts: one per policy).
+        """Return indices of the GPUs that a Ray cluster started here may give to engines. rollouts: one per policy.
 
         These are the GPUs without a trainer rank, or all of the trainer's with placement colocated. If they are too few,
         engines with a KV cache of fixed size also use the others.
@@ -78,7 +78,7 @@ def is_this_host(address: str) -> bool:
 
 
 def address_here(host: str) -> str | None:
-    """Return the IP address of a name if it belongs to this host: it can be bound to."""
+    """Return the host's IP address if it is this host, so that a socket can bind to it; else None."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as own:
@@ -97,10 +97,10 @@ def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
 def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
     """Return messages about settings that the run would reject at its start; empty if there are none.
 
-    rollouts: one per policy with engines here; they differ at most in engines.
+    rollouts: one per policy with engines here; only `engines` may differ.
     weight_files: folder of the weight files for engines; None: the trainer's ranks send the weights.
     """
-    if not rollouts:  # only servers are used
+    if not rollouts:  # all policies are behind servers
         return ()
     sentences = (
         *(_not_on_several_gpus(each, len(rollouts), host) for each in rollouts),
@@ -153,7 +153,7 @@ def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
 
 
 def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: TrainerHost) -> str | None:
-    """Explain why a policy's engines cannot span rollout.vllm.tensor_parallel GPUs each, whatever is free."""
+    """Explain why engines cannot span rollout.vllm.tensor_parallel GPUs, even if all are free; None if they can."""
     wide = rollout.vllm.tensor_parallel
     if wide == 1:
         return None
@@ -260,7 +260,7 @@ def adapter_refusals(
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
-    """Explain why a Ray started here has too few GPUs besides those of trainer ranks; None if it has enough."""
+    """Explain why a Ray cluster started here lacks GPUs without a trainer rank; None if it has enough."""
     rollout, num_policies = rollouts[0], len(rollouts)
     if rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None

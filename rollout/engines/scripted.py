@@ -40,11 +40,11 @@ class ScriptedEngine(Engine):
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
 
     The script returns the whole completion (text is encoded), once per uid. If a request comes back with a part of it
-    after its prompt, the engine continues from there, as a model would. A completion that fits gets the first stop token
-    at its end unless it has one. `fail(request)` may return a reason to end a request in ERROR. Log-probs are a
-    fixed function of token and position.
+    after its prompt, the engine continues from there, as a model would. A completion that fits into the limit ends with a stop
+    token: the first one is appended unless it has one. `fail(request)` may return a reason to end a request in ERROR. Log-probs
+    are a fixed function of token and position.
 
-    decode: for texts and Sampling.stop; without it neither is supported.
+    decode: converts ids to text, for DecodeRequest.text_from and Sampling.stop; None: neither is supported.
     tokens_per_step: tokens per running request and `collect`; None: all remaining tokens.
     adapters: names of adapters that requests may use; the same script answers them.
     """

@@ -1,7 +1,7 @@
 """Texts of completions, and stop strings (Sampling.stop) in them, for every kind of engine.
 
-Engines decode the texts: rank 0 alone would spend half of its time on that. A stop string
-ends a completion at the same position in each engine, even if it is split over two segments.
+Engines decode the texts, because rank 0 would spend half of its time on that. A stop string ends a completion at the same
+position in each engine, even if it is split over two segments.
 """
 
 from __future__ import annotations

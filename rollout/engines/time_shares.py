@@ -16,8 +16,8 @@ from collections import deque
 class TimeShares:
     """Time shares of the requests in an engine. Costs O(1) per step.
 
-    slots: maximum requests in a step, the oldest first; None: no limit. Source: virtual time of fair queueing (Parekh and
-    Gallager, 1993).
+    slots: maximum requests in a step, which are the oldest ones; None: no limit. Source: virtual time of fair queueing (Parekh
+    and Gallager, 1993).
     """
 
     def __init__(self, slots: int | None = None) -> None:

@@ -50,7 +50,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Beginning of a sample of a session. parent: uid of the sample that it follows, for display; "": none. Else as in Sample."""
+    """Beginning of a sample of a session. parent: uid of the sample that it follows, for display; "": none. Other fields as in
+    Sample."""
 
     parent: str = ""
     behind: Prefix | None = None
@@ -64,8 +65,8 @@ class SessionEnd:
 
     reward: reward of every sample. rewards: rewards by agent or uid; {} if nothing is rewarded. If both are None, the task judges
     `answer`, or else the session's last answer. turn_rewards: additional reward of each call's answer; () if no answer has one.
-    fates: fate of each call's answer, in order of arrival. read: uids of samples with answers that were read, sorted by when the
-    program read their last answer. origins: by uid.
+    fates: fate of each call's answer, in order of arrival. read: uids of samples with an answer that the program read, in the
+    order in which it read their last answers. origins: origins of samples, by uid.
     """
 
     reward: float | None = None

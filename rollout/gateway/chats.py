@@ -97,7 +97,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. settings: apply whatever a program requests. max_response_tokens: the agent's, or the run's.
+    """An agent as programs see it. settings: take precedence over what a program requests. max_response_tokens: maximum length of
+    a turn.
 
     reader: parser of the agent's turns; None: the whole text is content. server: openai.api of a policy behind a server, where
     tokens and log-probs are unknown; "": marsrl's engines.

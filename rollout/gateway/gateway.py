@@ -48,17 +48,18 @@ class Gateway:
     ) -> None:
         self.config, self.agents, self._clock, self._sums_turns = config, agents, clock, sums_turns
         self._news = threading.Condition()  # its lock guards everything that both threads use
-        self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
+        # Queued sessions, by Session.trains.
+        self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}
         self._calls: dict[str, list[Call]] = {}  # calls not taken yet, by session
         self._lost: list[str] = []
         self._has_news = False
         self._error: str | None = None
         self.num_over = 0  # number of finished sessions
         # Used only by the server's thread.
-        self._playing: dict[str, Session] = {}  # by key
-        self._workers: dict[str, float] = {}  # each worker's last request, or deadline of its first
+        self._playing: dict[str, Session] = {}  # running sessions, by key
+        self._workers: dict[str, float] = {}  # time of each worker's last request, or deadline for its first
         self._last_error = ""  # a session's last error
-        self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
+        self._over: dict[str, list[str]] = {}  # keys of sessions that a worker may abandon, by worker
 
     # Called by the player.
 
@@ -98,9 +99,10 @@ class Gateway:
         self._workers[worker] = self._clock() + _START_S
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
-        """Return (new sessions for this worker, keys of those that it may abandon).
+        """Return (new sessions for this worker, keys of ended ones that it may abandon).
 
-        most: maximum concurrent sessions of training; evaluations, during which these pause, get the same number again.
+        most: maximum concurrent training sessions. As many evaluation sessions may run besides, since training sessions pause
+        meanwhile.
         """
         self._workers[worker] = self._clock()
         sessions: list[Session] = []
@@ -132,7 +134,7 @@ class Gateway:
         _log.warning("worker %s is lost: %s", worker, reason)
 
     def tick(self) -> list[str]:
-        """End sessions and workers past their limits, and return newly lost, silent workers; called periodically."""
+        """End sessions past their limits, and return workers newly lost because they are silent; called periodically."""
         now, most = self._clock(), self.config.timeout_s
         silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
         for worker in silent:

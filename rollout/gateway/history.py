@@ -4,8 +4,8 @@ Clients send the whole chat with every call and may rewrite earlier turns. Chats
 preserve:
 
     role, content                        null is ""
-    calls of an assistant's turn         by id; neither order nor arguments, which some clients reformat
-    calls whose ids are unknown          by place, name and arguments: some clients make all ids anew
+    calls of an assistant's turn         by id; order and arguments are ignored, since some clients reformat them
+    calls whose ids are unknown          by place, name and arguments, since some clients replace all ids
     thoughts of an assistant's turn      only if they are sent back
     an empty turn of the assistant       may be missing
     the agent, and the tools             templates write them into the prompt
@@ -36,7 +36,7 @@ ChatMessage = Mapping[str, Any]
 class Strand:
     """Tokens of a sample, of which the first num_prompt are the prompt.
 
-    is_busy: True while a call extends the sample. call: number of the last call that the sample answers.
+    is_busy: True while a call extends the sample. call: number of the last call answered by the sample.
 
     text: for a sample called by text, the text known to the client. stop: the stop string after it, which clients do not get.
     """
@@ -65,7 +65,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """End of an answer in a strand. call: number of the answered call. kept: all turns so far but empty ones."""
+    """End of an answer in a strand. call: number of the answered call. kept: one _Kept for each non-empty turn so far."""
 
     strand: Strand
     num_tokens: int
@@ -80,11 +80,12 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answered chat that begins a call's chat.
+    """An answered chat with which the chat of a new call begins.
 
-    token_ids [N]: tokens of the answered chat. answered: its messages, including thoughts that the client did not send back, and
-    with the ids that calls had. new: the call's messages after it. behind: its sample. call: number of the call that it answers.
-    is_tip: the sample can be extended; otherwise a new sample begins with the same tokens.
+    token_ids [N]: tokens of the answered chat. answered: its messages, with thoughts that the client did not send back and with
+    the original ids of tool calls. new: messages of the new call after the answered chat. behind: sample of the answered chat.
+    call: number of the call whose answer ends it. is_tip: True if the sample can be extended; otherwise a new sample begins with
+    the same tokens.
     """
 
     token_ids: IntArray
@@ -99,8 +100,8 @@ class Found:
 class History:
     """Answered chats and prompts of a session; see the module."""
 
-    _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # by digest of the chat
-    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, for samples called by prompts
+    _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # ends of answers, by digest of the chat
+    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # strands of samples called by prompts, by agent
     _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
 
     def find(
@@ -186,7 +187,7 @@ def _kept(message: ChatMessage) -> _Kept:
 
 
 def content_of(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the name and the arguments of a call, which clients may write differently."""
+    """Return the name and the parsed arguments of a tool call, since clients may reformat the arguments."""
     function = call["function"]
     name, arguments = function.get("name"), function.get("arguments") or {}
     with suppress(ValueError, RecursionError):
@@ -195,7 +196,7 @@ def content_of(call: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _as_known(messages: Sequence[ChatMessage], known: Sequence[_Kept]) -> list[ChatMessage]:
-    """Return an answered chat with its thoughts and the ids that its calls had; clients may use one id again in each turn."""
+    """Restore thoughts and the original ids of tool calls in an answered chat; clients may reuse one id in every turn."""
     turns, kept = list[ChatMessage](), iter(known)
     for message in messages:
         turn = dict(message)
@@ -215,7 +216,7 @@ def _as_known(messages: Sequence[ChatMessage], known: Sequence[_Kept]) -> list[C
 
 
 def _with_ids(messages: Sequence[ChatMessage], ids: Mapping[str, str]) -> Sequence[ChatMessage]:
-    """Return a call's new messages, with known ids of calls."""
+    """Replace ids of tool calls in new messages. ids: {the client's id: the original id}."""
     if not ids:
         return messages
     turns = []

@@ -1,14 +1,15 @@
-"""Lineages of a session: what one context of an agent becomes, and which lineage called it.
+"""Lineages of a session: samples that continue the same context of an agent, and the lineage that called them.
 
-A call that does not continue a sample (history.py) begins one:
+A call that does not continue a sample (history.py) begins a new sample, of one of four kinds:
 
-    branch       its chat begins with an answered chat: the same lineage, from the same tokens
-    rewritten    its chat shows more answers than the first chat of the earlier sample with which it shares most tokens: the same
-                 lineage
-    successor    its chat holds text of an answer that the answer's own chat does not hold, such as a summary, and the lineage of
-                 that answer makes no more calls: the same lineage
-    root         anything else: a new lineage. Its caller is the lineage whose last answer was read before the root's first call,
-                 and whose next call follows the root's last one; if several lineages fit, none
+    branch       its chat begins with an answered chat: it joins the lineage of that chat, and begins with the same tokens
+    rewritten    its chat shows more answers than the first chat of S did, where S is the sample with the longest common prefix:
+                 it joins the lineage of S
+    successor    its chat quotes text that an earlier answer introduced, such as a summary, and the lineage of that answer makes
+                 no more calls: it joins that lineage
+    root         anything else: it begins a new lineage. The caller is the lineage that waits meanwhile: its last answer was read
+                 before the root's first call, and its next call follows the root's last one. If several lineages fit, there is
+                 none
 
 Headers give lineages names and callers, which take precedence. They never decide which tokens a call continues.
 """
@@ -61,11 +62,11 @@ def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 class Prefixes:
-    """Tokens of an agent's samples in a session, sorted: a neighbour shares the longest prefix with new tokens."""
+    """Tokens of an agent's samples in a session, sorted, so that the longest common prefix is with a neighbour."""
 
     def __init__(self) -> None:
         self._sorted: list[Strand] = []
-        self._unsorted: dict[Strand, None] = {}  # begun or extended since the last search
+        self._unsorted: dict[Strand, None] = {}  # strands begun or extended since the last search
 
     def add(self, strand: Strand) -> None:
         self._unsorted[strand] = None
@@ -78,7 +79,7 @@ class Prefixes:
         strand.token_ids = np.concatenate([strand.token_ids, token_ids])
 
     def longest(self, token_ids: IntArray) -> tuple[Strand, int] | None:
-        """Return the strand that shares the most tokens with these from the start, and their number; None: none shares any."""
+        """Return (the strand with the longest common prefix, its length in tokens); None if no strand shares a token."""
         for strand in self._unsorted:
             insort(self._sorted, strand, key=_key)
         self._unsorted.clear()
@@ -93,7 +94,7 @@ def _key(strand: Strand) -> bytes:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean without NaN; NaN if there is nothing else."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     numbers = [value for value in values if not math.isnan(value)]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
@@ -109,9 +110,9 @@ def num_shared(one: IntArray, other: IntArray) -> int:
 class Lineage:
     """Context of an agent, with the samples that continue it.
 
-    name, parent: its own name and its caller's, from headers; "": none. num_shown: answers that its first chat shows. calls:
-    numbers of its calls, in order. held: number of the call whose answer its first chat holds, or None. chat: its latest
-    answered chat.
+    name, parent: names of the lineage and of its caller, from headers; "" if not given. num_shown: number of answers in the first
+    chat. calls: numbers of the lineage's calls, in order. held: number of the earlier call whose answer the first chat quotes, or
+    None. chat: the latest answered chat.
     """
 
     name: str
@@ -124,8 +125,8 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A sample. after: the sample that it branches off or rewrites. why: text that says why it does not continue it.
-    shares: its longest common prefix with an earlier sample of the agent."""
+    """A new sample. after: the earlier sample that it branches off or rewrites. why: reason why it does not continue that one.
+    shares: (an earlier sample of the agent, length of the longest common prefix with it)."""
 
     agent: str
     lineage: Lineage
@@ -136,9 +137,9 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Lineages at the end of a session, where successors belong to the lineages that they follow.
+    """Lineages at the end of a session, when successors have joined the lineages that they follow.
 
-    origins, agents, lineages: by uid, in order of first calls. named: lineages by name.
+    origins, agents, lineages: values for each sample, by uid, in order of first calls. named: lineages by name.
     """
 
     origins: Mapping[str, Origin]
@@ -153,15 +154,15 @@ class Settled:
         answers: Iterable[tuple[str, float]],
         by_turn: Iterable[str] = (),
     ) -> dict[str, float]:
-        """Return rewards by agent, and by uid where a sample's differs from its agent's.
+        """Return rewards by agent, and by uid for samples whose reward differs from that of their agent.
 
-        A sample gets the first that is given: the mean reward of its answers, the reward of its lineage (or else the mean over
-        the lineage's answers), its agent's, the reward of the sample that called it. Unless it is a sub-agent's, its agent's
-        reward comes before the mean over its lineage's answers. A caller of another agent counts only if headers name it:
-        otherwise a Verifier would get the Solver's reward just when it sends the Solver back.
+        A sample gets the first of these rewards that is given: the mean reward of its answers, the reward of its lineage, the
+        mean reward of its lineage's answers, the reward of its agent, the reward of the sample that called it. For an agent that
+        is not a sub-agent, its own reward precedes the mean of its lineage's answers. A caller of another agent counts only if
+        headers name it: otherwise a Verifier would get the Solver's reward just when it sends the Solver back.
 
-        by_lineage: mean over the lineage's names. answers: uid of the sample and reward of each rewarded answer; NaN is left out
-        of means. by_turn: agents whose answers have rewards of turns; these are added to 0 if no other reward is given.
+        by_lineage: rewards given to each name of a lineage, which are averaged. answers: (uid of the sample, reward) of each
+        rewarded answer. by_turn: agents whose single turns are rewarded; without another reward, theirs is 0. Means omit NaN.
         """
         of_sample: dict[str, list[float]] = {}
         of_lineage: dict[Lineage, list[float]] = {}
@@ -196,7 +197,7 @@ class Lineages:
     _all: list[Lineage] = field(default_factory=list)  # in order of first calls
     _named: dict[str, Lineage] = field(default_factory=dict)
     _begun: dict[Strand, _Begun] = field(default_factory=dict)
-    _strands: dict[int, Strand] = field(default_factory=dict)  # by number of the call
+    _strands: dict[int, Strand] = field(default_factory=dict)  # strand of each call, by the call's number
     _answered: dict[int, int] = field(default_factory=dict)  # number of calls when each call was answered
     _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # by agent
     _latest: deque[tuple[int, Ask, Sequence[str]]] = field(
@@ -285,7 +286,7 @@ class Lineages:
     def _callers(
         self, calls: Mapping[Lineage, Sequence[int]], named: Mapping[str, Lineage]
     ) -> dict[Lineage, int | None]:
-        """Return, for each lineage, the call whose answer made its caller start it; None: unknown."""
+        """Return, for each lineage, the number of the caller's call whose answer started it; None: unknown."""
         callers: dict[Lineage, int | None] = {}
         around: list[Lineage] = []  # begun before the lineage, and called after its first call
         for lineage, own in calls.items():
@@ -302,7 +303,8 @@ class Lineages:
         return callers
 
     def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
-        """Return the last of `calls` before `own`, if it was answered by then and the next of `calls` follows all of `own`."""
+        """Return the last of the caller's `calls` before the lineage's `own` calls; None if it was not answered before them, or
+        the caller's next call does not follow all of them."""
         place = bisect_left(calls, own[0])
         is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]
         return calls[place - 1] if is_answered and calls[place] > own[-1] else None
@@ -329,9 +331,9 @@ class Lineages:
             self._named.setdefault(ask.lineage, lineage)
 
     def _held(self, ask: Ask) -> int | None:
-        """Return the latest call of the agent whose answer's text the chat holds.
+        """Return the number of the agent's latest call whose answer the chat quotes; None without one.
 
-        Text that the answer repeats from its own chat, such as the problem, does not count.
+        Text that the answer itself repeats from its chat, such as the problem, does not count.
         """
         text = _text(ask)
         for number, earlier, pieces in reversed(self._latest):

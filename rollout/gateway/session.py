@@ -65,7 +65,6 @@ class Session:
 
     id: id of the episode. key: authenticates requests. problem: the problem as sent to the worker. worker: worker that plays the
     session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: time in seconds.
-    lineages: this session's.
     masks_superseded: discarded answers are not trained (external.superseded). sums_turns: rewards given by answer id are rewards
     of turns (credit.turns=returns); otherwise a sample's reward is the mean over its answers.
     """
@@ -83,8 +82,8 @@ class Session:
     sums_turns: bool = False
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
-    began_s: float = 0.0  # set by `start`
-    own_s: float = 0.0  # excludes the time with open calls
+    began_s: float = 0.0  # time of `start`
+    own_s: float = 0.0  # time without open calls so far
     _idle_since: float = 0.0
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
@@ -118,10 +117,11 @@ class Session:
     async def ask(
         self, ask: Ask, body: bytes, *, is_retry: bool, listens: Callable[[], bool] = lambda: True
     ) -> asyncio.Task[Answer]:
-        """Begin a call. A retry (with the same body, a digest of the request) gets the first call's answer, unless it was lost.
+        """Begin a call, and return the task of its answer.
 
-        Without a retry mark, an equal body is a branch while an earlier call is pending, and a repeated request afterwards.
-        listens: True while the client waits.
+        body: digest of the request, by which equal requests are recognised. is_retry: the client marks the request as a retry; it
+        gets the first call's answer, unless that was lost. Without the mark, an equal request is a branch while an earlier one is
+        pending, and a repeated request afterwards. listens: returns True while the client waits.
 
         Raises Refused: the prompt is too long, or the session has used up its calls or has ended.
         """

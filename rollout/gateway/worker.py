@@ -40,7 +40,7 @@ from typing import Any
 
 UNUSABLE = 78
 """Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
-_LONGEST_S = 24 * 3600.0  # limit of a call, whose connection the gateway keeps alive
+_LONGEST_S = 24 * 3600.0  # maximum duration of a call; the gateway keeps its connection alive
 _RETRY_S = 1.0
 _MOST_SHOWN = 4000  # characters kept of an error
 
@@ -231,7 +231,7 @@ def environment_of(name: str) -> Callable[..., Any]:
                    -> messages, -0.1   the same, and a reward of the turn that wrote the text, added to its agent's
                    -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
         close()                        optional: the session has ended or failed
-        max_tokens                     optional: of a turn
+        max_tokens                     optional: maximum tokens of a turn
 
     messages: a string, which is a user turn, or a list of strings and of messages as in OpenAI's API.
     """

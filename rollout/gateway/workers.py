@@ -60,7 +60,7 @@ class Workers:
         self._running: dict[str, _Worker] = {}  # by name
 
     def watch(self, gateway: Gateway) -> None:
-        """Start missing workers; hand sessions of ended ones to others."""
+        """Start missing workers, and give the sessions of ended workers to others."""
         for name, worker in list(self._running.items()):
             if (code := worker.process.poll()) is None:
                 continue

@@ -228,8 +228,8 @@ class Loop:
     however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or
     not.
 
-    asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs. num_iterations:
-    number of Verifier calls.
+    asks: asks so far, in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs.
+    num_iterations: number of Verifier calls.
     """
 
     asks: list[Ask] = field(default_factory=list)

@@ -48,7 +48,7 @@ class _OfCompletion:
     """Fields that are not checkpointed: links to other parts, and values unknown after a restart."""
 
     of: OpenAsk
-    index: int  # within the ask
+    index: int  # index of the completion within its ask
     text: str | None = None
     call: Call | None = None
     call_start: int = 0
@@ -64,8 +64,8 @@ class Completion(_OfCompletion):
     routed_experts: experts of prompt and completion without the last token, each chosen by the version that decoded the token.
     kept_tokens: kept tokens at the completion's N positions; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.
-    finish, error: finish reason, and the cause of a failure. sample: set while being judged (without a reward) and at the end.
-    text: text of all tokens, from the engine that drew the last ones; None: unknown.
+    finish, error: finish reason, and the cause of a failure. sample: the sample, without a reward while it is judged; None
+    before. text: text of all tokens, from the engine that drew the last ones; None: unknown.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
     usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as counted here.
     """
@@ -102,7 +102,7 @@ class Completion(_OfCompletion):
         return self.of.episode
 
     def request(self, max_new_tokens: int, sampling: Sampling, seed: int, **more: Any) -> DecodeRequest:
-        """Build the request for the next segment. more: other fields."""
+        """Build the request for the next segment. more: further fields of DecodeRequest."""
         if self.call is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
@@ -189,7 +189,7 @@ class Completion(_OfCompletion):
 
 
 class _OfAsk:
-    """Fields that are not checkpointed. episode: set by the game."""
+    """Fields that are not checkpointed. episode: episode of the ask, set by the game."""
 
     episode: Episode
 
@@ -228,8 +228,9 @@ class OpenAsk(_OfAsk):
 class Instance:
     """One draw of a problem, while any part of it is running.
 
-    episodes: running ones, by id. held: samples that wait for the instance's end, to be trained together. is_added: drawn for
-    rollout.refill. is_counted: has a group that rollout.refill counted. has_spread: has a counted group with spread.
+    episodes: running episodes, by id. held: samples that wait for the instance's end, to be trained together. is_added: True if
+    the problem was drawn for rollout.refill. is_counted: True if rollout.refill counted one of its groups. has_spread: True if a
+    counted group has spread.
     """
 
     episodes: dict[str, Episode] = field(default_factory=dict)

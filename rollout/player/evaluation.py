@@ -2,8 +2,8 @@
 
 Nothing is trained, segmented or checkpointed.
 
-Episodes do not wait for each other: requests that a finished completion makes possible are submitted at once. So free slots are
-used, and the total time is that of the longest episode, not the sum over rounds of the longest call.
+Episodes do not wait for each other: requests that a finished completion makes possible are submitted at once. So no slot stays
+free, and the total time is that of the longest episode rather than the sum of each round's longest call.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """A running episode. seed: seed of its draws. is_followed: play the episode to its end; otherwise only the given asks.
+    """A running episode. seed: seed of its draws. is_followed: True to play the episode to its end, False to play only given
+    asks.
 
-    cast: adapters of the same pools that play some of the agents.
+    cast: see Cast.
     """
 
     episode: Episode
@@ -75,7 +76,7 @@ class EvaluationPlay:
         play = EvaluationPlay(team, versions, 4096, Sampling())
         play.add(episodes, seed=1)
         asked = play.ask([(episode, ask), ...], seed=2)
-        play.finish()                                     # everything, concurrently
+        play.finish()                                     # plays all of these concurrently
         [each.sample for each in asked]
 
     max_tokens: maximum tokens of one completion. sampling: replaces the agents' sampling, except stop conditions. on_said: called
@@ -139,7 +140,7 @@ class EvaluationPlay:
                 self._progress(self._num_over, self._num_episodes, self._num_decoded() - before, self._most_calls())
 
     def _num_decoded(self) -> int:
-        """Tokens of all engines, including those of unfinished completions."""
+        """Return the number of tokens decoded by all engines, including those of unfinished completions."""
         return sum(sum(pool.num_decoded()) for pool in self._team.pools.values())
 
     def _most_calls(self) -> str:
@@ -180,7 +181,7 @@ class EvaluationPlay:
         play.has_asked = True
         own = self._team.sampling(agent)
         place = (known,) if known else ()
-        adapter, version = play.cast.get(agent, ("", 0))  # "": the adapter of the agent's policy
+        adapter, version = play.cast.get(agent, ("", 0))  # "" means the adapter of the agent's policy
         return completion.request(
             self.most_tokens(agent) - known,
             replace(self._sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
@@ -195,7 +196,7 @@ class EvaluationPlay:
     def judged(self, completion: Completion) -> None:
         play, sample = self._plays[id(completion.episode)], completion.sample
         assert sample is not None, f"{completion.uid} is not over"
-        if name := self._call_of.pop((id(completion.episode), completion.of.ask.id), ""):  # "": a program's
+        if name := self._call_of.pop((id(completion.episode), completion.of.ask.id), ""):  # "" for a program's call
             self._calls[name][0] -= 1
         if play.is_followed:
             play.samples.append(sample)

@@ -49,7 +49,7 @@ class Game(Protocol):
         """Build the request for a completion's next segment, submitted now. It may name another adapter of the policy's pool."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        """Return True if the next segment is due now, after the last one reached its limit or was aborted."""
+        """Return True if the next segment starts now; asked when the last one reached its limit or was aborted."""
 
     def judged(self, completion: Completion) -> None:
         """Record a finished, judged completion."""
@@ -87,8 +87,9 @@ class Player:
         self.counts: Counter[str] = Counter()
         self._game, self._in_step = game, in_step
         self.is_resting = True
-        self._due: dict[Completion, None] = {}  # in order
-        self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}  # by uid
+        self._due: dict[Completion, None] = {}  # completions with a due segment, in order
+        # Completions in the engines and their requests, by uid.
+        self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}
         self._judging: dict[Completion, Future[Reward] | None] = {}
         self._calling: dict[Future[ToolOutput], tuple[Episode, ToolCall]] = {}
         self._answered: deque[Future[ToolOutput]] = deque()  # finished tool calls; any thread appends

@@ -19,8 +19,8 @@ from marsrl.rollout.types import Group
 class Spread(StrEnum):
     """Differences between rewards that are compared with each other."""
 
-    TASK = "task"  # differ without penalties of form
-    FORM = "form"  # differ only by penalties of form
+    TASK = "task"  # rewards differ without penalties of form
+    FORM = "form"  # rewards differ only by penalties of form
     NONE = "none"
     UNKNOWN = "unknown"  # known rewards do not differ, and others are missing
 
@@ -29,8 +29,8 @@ class Spread(StrEnum):
 class Counting:
     """Rule by which groups are counted.
 
-    spread_of: compares the rewards of these groups, which are trained together. agent: agent whose groups are counted,
-    each when it closes; None: rollout instances are counted, each with all its groups when it ends. rest: data.rest.
+    spread_of: compares the rewards of groups that are trained together. agent: agent whose groups are counted, each when it
+    closes; None: count rollout instances, each when it ends with all its groups. rest: data.rest.
     """
 
     spread_of: Callable[[Sequence[Group]], Spread]
@@ -39,7 +39,7 @@ class Counting:
 
 
 class Rest(NamedTuple):
-    """Rest period of a problem whose groups were dead: its length, and what is left of it, both in epochs."""
+    """Rest period of a problem whose groups were dead: total length and remainder, in epochs."""
 
     length: int
     left: int

@@ -26,7 +26,7 @@ class OpenSessions:
 
     def __init__(self, gateway: Gateway, open_asks: dict[str, OpenAsk], counts: Counter[str]) -> None:
         self._gateway, self._open, self._counts = gateway, open_asks, counts
-        self._episodes: dict[str, Episode] = {}  # of running sessions
+        self._episodes: dict[str, Episode] = {}  # episodes of running sessions, by id
 
     def restore(self, open_asks: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
         """Continue from a checkpoint, dropping unfinished sessions."""
@@ -73,7 +73,7 @@ class OpenSessions:
         """Reply at the end of a turn; return True if the session continues and the completion waits."""
         is_over = completion.episode.id not in self._episodes
         if completion.call is not None:
-            fate = Fate.UNREAD if is_over else Fate.READ  # provisional: `end` decides
+            fate = Fate.UNREAD if is_over else Fate.READ  # provisional: `end` sets the final fate
             turn = Turn(
                 completion.call.place + 1, completion.call_start, len(completion.token_ids), completion.finish, fate
             )

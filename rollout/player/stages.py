@@ -1,6 +1,6 @@
 """Player's game for training: problems begin in stages, and judged samples leave in groups for the trainer.
 
-    want()   requests one more batch                stage s of new problems begins when stage s-1 is over or leaves engines
+    want()   requests one more batch                stage s of new problems begins when stage s-1 is over, or leaves engines
     take()   returns a batch, if one is ready       without work, and s <= batches wanted + rollout.overlap
 
 rollout.overlap = 0: one stage per step; engines rest in between.
@@ -65,17 +65,19 @@ class StepBatch:
 class RolloutState:
     """State of the rollout in a checkpoint."""
 
-    open: dict[str, OpenAsk]  # by ask id
-    pending: list[Ask] = field(default_factory=list)  # to be asked in the next stage
-    instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
-    num_instances: int = 0  # draws so far, of resting problems too; determines the next problem and its rollout_id
-    closed: list[Group] = field(default_factory=list)  # since the last batch
-    ready: list[StepBatch] = field(default_factory=list)  # not yet taken by the trainer
+    open: dict[str, OpenAsk]  # unfinished asks, by id
+    pending: list[Ask] = field(default_factory=list)  # asks of the next stage
+    instances: dict[str, Instance] = field(default_factory=dict)  # running instances, by rollout_id
+    # Draws so far, including those of resting problems; determines the next problem and its rollout_id.
+    num_instances: int = 0
+    closed: list[Group] = field(default_factory=list)  # groups closed since the last batch
+    ready: list[StepBatch] = field(default_factory=list)  # batches not yet taken by the trainer
     num_stages: int = 0  # stages of new problems begun so far
     num_batches: int = 0  # stages ended so far
     num_taken: int = 0  # batches taken by the trainer
     refill: RefillCounts = field(default_factory=RefillCounts)
-    resting: dict[str, Rest] = field(default_factory=dict)  # by problem id, until a group of the problem has spread
+    # By problem id; an entry is removed when a group of the problem has spread.
+    resting: dict[str, Rest] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)  # metrics of decoding since the last batch
 
     def copy(self) -> RolloutState:
@@ -133,7 +135,7 @@ class Stages:
         self._awaited: deque[set[Completion | str]] = deque()
         self.player = Player(team, self, in_step=self.in_step)
         self.state = RolloutState(self.player.open)
-        self._num_wanted = self._num_played = 0  # batches; stages of the next batch
+        self._num_wanted = self._num_played = 0  # batches wanted; stages played for the next batch
         # Lengths in tokens of each agent's latest finished completions, latest last; 0: not that many yet.
         self._lengths: dict[str, IntArray] = defaultdict(lambda: np.zeros(_MOST_LENGTHS, np.int32))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
@@ -336,12 +338,12 @@ class Stages:
         self.state.pending = [*later, *self.state.pending]
 
     def _go_on(self) -> None:
-        """Add all unfinished samples to this stage."""
+        """Continue all unfinished samples in this stage."""
         self.player.due(each for each in self._unfinished() if each.state is State.DUE)
         self._awaited.append(self._in_play())
 
     def _in_play(self) -> set[Completion | str]:
-        """Return what a stage that begins now waits for: unfinished completions, or ids of programs' episodes."""
+        """Return the unfinished completions, or ids of programs' episodes, that a stage begun now waits for."""
         if self._plays_sessions:
             return {name for instance in self.state.instances.values() for name in instance.episodes}
         return set(self._unfinished())
@@ -396,7 +398,7 @@ class Stages:
             resting.pop(problem.id, None)
         elif longest and spread is not Spread.UNKNOWN:
             last = resting.get(problem.id, Rest(0, 0))
-            if not last.left:  # otherwise another group of the problem was dead meanwhile
+            if not last.left:  # otherwise another dead group has already set a rest
                 length = min(max(1, 2 * last.length), longest)
                 resting[problem.id] = Rest(length, length)
 

@@ -14,7 +14,7 @@ class JudgeOptions(Settings):
 
     workers: Ranks = Field(2, description="judge processes")
     timeout_s: Seconds = Field(
-        10.0, description="limit of a judgement; a longer one is ended and its reward is missing"
+        10.0, description="maximum duration of a judgement; a longer one is aborted, and its reward is missing"
     )
     max_answer_chars: Tokens = Field(2000, description="maximum answer length; longer answers are wrong")
 

@@ -38,7 +38,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def known(reward: Reward) -> Future[Reward]:
-    """Wrap a reward that is already known."""
+    """Return a completed future with this reward."""
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future

@@ -31,7 +31,7 @@ from marsrl.rollout.types import MISSING, Finish, IntArray, Problem, Reward
 
 _VERSION = 0  # a frozen policy's version never changes
 _COLLECT_S = 0.05  # maximum wait for results, and so the maximum delay of a new answer
-_RETRY_TEMPERATURE = 0.7  # at 0 the model would repeat itself
+_RETRY_TEMPERATURE = 0.7  # at temperature 0 the model would repeat its completion
 _MOST_SHOWN = 200  # characters of the judge's text in a message or note
 _COUNTED = (
     *("calls", "cached", "missing", "yes", "retries", "compared", "agreed"),
@@ -84,7 +84,7 @@ class ModelJudge:
         # Used only by the event loop.
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._due: list[DecodeRequest] = []
-        self._drawing: dict[str, _Draw] = {}  # by uid
+        self._drawing: dict[str, _Draw] = {}  # pending draws, by uid
         self._decoder: asyncio.Task[None] | None = None
         self._num_requests = 0
         self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
@@ -119,8 +119,8 @@ class ModelJudge:
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
         """Return metrics since the last call, judge/...; {} if the model judges no such answers.
 
-        calls: answers; cached: those judged before, or shared with a pending judgement. compared: judged answers that the task
-        also judged; agreed: those with equal judgements. seconds: total time from answers to judgements.
+        calls: number of answers. cached: answers judged before, or equal to one being judged. compared: answers that both the
+        model and the task judged. agreed: compared answers with equal judgements. seconds: total time from answers to judgements.
         """
         if not self.serves(purpose):
             return {}
@@ -147,7 +147,7 @@ class ModelJudge:
         )
 
     def sleep(self) -> None:
-        """Sleep as EnginePool.sleep does, after all draws have ended: abandoned ones also occupy their engine."""
+        """Wait until all draws have ended, abandoned ones too, since they occupy engines; then sleep as EnginePool.sleep does."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not (self._open or self._drawing))
         self.pool.sleep(keeps_weights=True)

@@ -1,7 +1,7 @@
 """Settings of tasks: the files of problems (data.train, data.eval), `task_options`, and what tutors of the warm start write.
 
-Import-light: pydantic only. A tutor writes what an agent should say; a *slip* is a mistake that it makes on purpose, so that RL
-has something to improve.
+Import-light: pydantic only. A tutor writes completions for an agent to learn from; a *slip* is a deliberate mistake in them,
+which leaves RL something to improve.
 """
 
 from __future__ import annotations

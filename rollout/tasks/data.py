@@ -52,8 +52,8 @@ def read_problems(
 ) -> ReadResult:
     """Read all problems of a file or dataset directory. Keys not given are inferred from the first readable row.
 
-    Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are
-    skipped and counted, unless on_placeholder keeps them. A folder of Harbor's tasks has their names as ids.
+    Ids consist of file name and line number, so they are stable while the file is unchanged. Problems whose answer is a
+    placeholder are skipped and counted, unless on_placeholder keeps them. A folder of Harbor's tasks has their names as ids.
     """
     if tasks := harbor_problems(Path(path), task):
         return ReadResult(tuple(tasks), 0)
@@ -220,7 +220,7 @@ def data_files(path: Path) -> list[Path]:
         )
     if (path / "dataset_dict.json").is_file():
         path = path / _split(path, json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])
-    if (path / "state.json").is_file():  # save_to_disk: lists its shards in order
+    if (path / "state.json").is_file():  # written by save_to_disk; lists the shards in order
         state = json.loads((path / "state.json").read_text("utf-8"))
         if state.get("_indices_data_files"):
             raise ValueError(
@@ -286,7 +286,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
 
 
 def lookup(row: Mapping[str, object], key: str) -> object:
-    """Return row[key]; a dotted key descends into nested objects. None if it is missing."""
+    """Return row[key], or None if the key is missing. A dotted key descends into nested objects."""
     if key in row:
         return row[key]
     value: object = row
@@ -361,7 +361,7 @@ def _answers(value: object, key: str) -> str:
 
 
 def reference(answers: Sequence[str]) -> str:
-    """Return Problem.answer for these right answers: the only one, or a JSON list."""
+    """Combine right answers into Problem.answer: a single answer as it is, several as a JSON list."""
     if len(answers) == 1 and not answers[0].startswith("["):
         return answers[0]
     return json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False)

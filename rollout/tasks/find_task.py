@@ -17,7 +17,7 @@ REASONING_GYM = "reasoning_gym"
 
 
 def lists_problems(task: str) -> bool:
-    """Return True for a task that is an OwnTask: a user's, or reasoning_gym."""
+    """Return True for a user's task and for reasoning_gym, which list their problems as an OwnTask."""
     return is_own(task) or task == REASONING_GYM
 
 

@@ -29,7 +29,7 @@ class ReasoningGym(OwnTask):
     """Problems of one dataset, or of several by weight: dataset=composite."""
 
     name = "reasoning_gym"
-    prompts = "qa"  # asks for an answer between <answer> tags, which may have several lines
+    prompts = "qa"  # prompt set that asks for an answer between <answer> tags; the answer may have several lines
 
     class Options(JudgeOptions):
         """Settings of reasoning_gym under task_options. All others are settings of the dataset."""

@@ -40,8 +40,8 @@ _SUPPORTED = {
     "workdir",
     "env",
 }
-_SUPPORTED |= {"storage_mb"}  # ignored: Docker's usual storage cannot limit a single container
-_SPARE_S = 300  # grace period: then a container whose session was killed ends by itself
+_SUPPORTED |= {"storage_mb"}  # accepted but not applied: Docker's usual storage cannot limit a single container
+_SPARE_S = 300  # seconds beyond its timeouts after which a container ends by itself, if its session was killed
 _MOST_SHOWN = 2000
 
 
@@ -117,8 +117,9 @@ def _image(folder: Path, environment: dict[str, Any]) -> str:
 
 
 def _play(words: Sequence[str], problem: dict[str, Any], container: str, timeout_s: float) -> None:
-    """Run the program; RuntimeError if it fails. One that takes too long is ended, and its work is judged."""
-    given = json.dumps({**problem, "answer": None})  # the answer leads to the solution and the tests
+    """Run the program; RuntimeError if it fails. After timeout_s the program is ended, and its work so far is judged."""
+    # Withheld, since the answer is the path to the solution and the tests.
+    given = json.dumps({**problem, "answer": None})
     environment = {**os.environ, "HARBOR_CONTAINER": container}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, text=True)
     with suppress(subprocess.TimeoutExpired):
@@ -132,7 +133,7 @@ def _play(words: Sequence[str], problem: dict[str, Any], container: str, timeout
 
 
 def _reward(container: str) -> float:
-    """Return what the verifier wrote; RuntimeError if that is no finite number."""
+    """Return the reward that the verifier wrote; RuntimeError if it is not a finite number."""
     for name in (f"{_REWARDS}.json", f"{_REWARDS}.txt"):
         if (read := _docker("exec", container, "cat", name)).returncode == 0:
             with suppress(ValueError, KeyError, TypeError):

@@ -45,11 +45,11 @@ class OwnTask:
         self.eval_data = tuple(held_out)
 
     def problems(self) -> Listed:
-        """Return training problems: (question, reference answer), or Problem. By default those of data.train."""
+        """Return training problems as (question, reference answer) or Problem; by default the problems of data.train."""
         return self.train_data
 
     def held_out(self) -> Listed:
-        """Return evaluation problems. By default those of data.eval; without any, a tenth of `problems` is held out."""
+        """Return evaluation problems; by default the problems of data.eval, or else a tenth of `problems`, which is held out."""
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:

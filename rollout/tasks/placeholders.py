@@ -1,6 +1,6 @@
 """Detection of placeholders among reference answers, and of answers that suspiciously many problems share.
 
-A policy that boxes such a text is rewarded without solving anything. In NuminaMath 16% of the answers are `proof` or
+A policy that boxes a placeholder is rewarded without solving the problem. In NuminaMath 16% of the answers are `proof` or
 `notfound`.
 """
 
@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable
 from marsrl.rollout.agents.same_answer import answer_key
 
 SHARE, FEWEST = 0.05, 20
-"""Thresholds from which a free-form answer is suspicious: its share of the problems, and their number.
+"""A free-form answer is suspicious if at least this share of the problems, and at least this number of problems, have it.
 
-Genuine answers vary: even the most frequent number has only a few percent. A share of fewer than 20 problems means little."""
+Genuine answers vary: even the most frequent number is the answer of only a few percent of the problems. A share of fewer than 20
+problems means little."""
 
 _PLACEHOLDERS = frozenset(  # without spaces
     [
@@ -25,11 +26,11 @@ _PLACEHOLDERS = frozenset(  # without spaces
         *("seesolution", "seethesolution", "seeabove", "seebelow", "seeexplanation"),
     ]
 )
-_OF_PROGRAMS = ("None", "NaN", "nan", "<NA>")  # missing values as text; other forms of `none` may be answers
+_OF_PROGRAMS = ("None", "NaN", "nan", "<NA>")  # spellings of missing values; other spellings of `none` may be answers
 _TYPE_SETTING = re.compile(r"\\(?:boxed|fbox|text\w*|math\w+|mbox|hbox|operatorname)(?=\{)|[\s${}`'\"*]+")
 _NOTHING = re.compile(r"[-–—_?.…]*")
 _MARKS = re.compile(r"[()\[\]_-]")  # (not found), [N/A], not-found
-_NUMBER_OR_CHOICE = re.compile(r"-?\d+(/\d+)?|[a-z]")  # in answer_key's form
+_NUMBER_OR_CHOICE = re.compile(r"-?\d+(/\d+)?|[a-z]")  # matches the form that answer_key returns
 _LABELS = frozenset(["yes", "no", "true", "false"])
 
 

@@ -44,7 +44,7 @@ class Mixture(tuple[Problem, ...]):
         return mixture
 
     def without(self, questions: Collection[str]) -> Mixture:
-        """Return the same files without these questions; ValueError names a file that would be empty."""
+        """Return a Mixture without these questions; ValueError names a file that would be empty."""
         files = [[problem for problem in file if problem.question not in questions] for file in self.files]
         for index, file in enumerate(files):
             if not file:
@@ -82,8 +82,8 @@ def read_eval(
 ) -> tuple[tuple[HeldOut, ...], int, tuple[str, ...]]:
     """Return (one set per file, number of skipped lines, warnings). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
-    A file's draw does not depend on the other files. num_problems, repeat: for files without their own count or repeat; a file
-    may have fewer than num_problems; None: all. A ValueError of read_problems names the file's index.
+    A file's draw does not depend on the other files. num_problems, repeat: defaults for files without their own count or repeat.
+    num_problems: the most problems of a file; None: all. A ValueError of read_problems names the file's index.
     """
     sets, num_bad, warnings = [], 0, list[str]()
     for file, result in _each("data.eval", files, read):
@@ -123,7 +123,8 @@ def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:
     if not isinstance(problems, Mixture):
         return in_epochs(problems, seed)
     sources = [in_epochs(file, derive_seed(seed, "file", i)) for i, file in enumerate(problems.files)]
-    picked: list[tuple[int, int]] = []  # for each draw so far: its file, and the number of earlier draws of that file
+    # For each draw so far: (index of the file, number of earlier draws of that file).
+    picked: list[tuple[int, int]] = []
     num_drawn = [0] * len(sources)
 
     def draw(number: int) -> Problem:

@@ -10,7 +10,7 @@ from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import Problem
 
 EVALUATION_SET, INPUTS_SET = 0, 1
-"""Seeds of the two held-out draws: independent of run.seed, and different from each other."""
+"""Seeds of the two draws of held-out problems, for evaluations and for fixed inputs; independent of run.seed."""
 
 HELD_OUT = 64
 """Number of evaluation problems if evaluate.num_problems is null and no file determines it."""
@@ -25,9 +25,9 @@ class Task:
     """A kind of problem with its judge.
 
     prompts: name of the default prompt set. problems: seed -> an endless training stream. held_out: (num_problems, seed) ->
-    that many evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that generates
-    them. judge: gives a missing reward, never 0, to an answer that cannot be judged. documents, papers: searched if
-    tools.search.corpus and tools.scholar.corpus are null. close: releases resources, such as processes.
+    evaluation problems, which `problems` never yields; with num_problems None, all problems given in files, or HELD_OUT generated
+    ones. judge: judge of answers; the reward of an answer that cannot be judged is missing, never 0. documents, papers: corpora
+    to search if tools.search.corpus and tools.scholar.corpus are null. close: releases resources, such as processes.
     """
 
     name: str

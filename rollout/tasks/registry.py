@@ -40,8 +40,8 @@ def build_task(
 ) -> Task:
     """Build the task of this name.
 
-    train and held_out: problems read from files, or a user's own (arithmetic generates its own, as does qa without any). Close
-    the task: it may own processes.
+    train and held_out: problems read from files or listed by a user's task; arithmetic, and qa without them, generate problems.
+    The caller closes the task, which may own processes.
     """
     if lists_problems(name):
         own_task = make_own_task(name, options)

@@ -21,8 +21,8 @@ _WEIGHTS = dict.fromkeys(("correct", "wrong", "yes", "no"), 6.0)
 class Trace:
     """A prompt and the completion to imitate (followed by the end token if `ends`).
 
-    prompt: a str is tokenised without a chat template. completion: words separated by spaces, one token each. role: role of the
-    completion's author; None for a drill whose loss is not reported.
+    prompt: a str is tokenised without a chat template. completion: words separated by spaces, one token each. role: role that
+    writes the completion; None for a drill whose loss is not reported.
     """
 
     role: Role | None
@@ -40,10 +40,11 @@ Options = TypeVar("Options", bound=Settings)
 
 
 class Tutor(ABC, Generic[Options]):
-    """Writer of one team's demonstrations with deliberate mistakes (slips), which RL removes. Equal seeds write equal ones.
+    """Writer of one team's demonstrations with deliberate mistakes (slips), which RL removes. Equal seeds give equal
+    demonstrations.
 
-    tokenizer: key of rollout.tasks.registry.TOKENIZERS. task_options: class of the task's options. judged: roles whose losses end
-    phase 1 and phase 2.
+    tokenizer: key of rollout.tasks.registry.TOKENIZERS. task_options: class of the task's options. judged: (role whose loss ends
+    phase 1, role whose loss ends phase 2).
     """
 
     tokenizer: ClassVar[str]

@@ -32,7 +32,7 @@ class WordTokenizer:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """All words, padded with reserved ones to a multiple of 64; the last one stands for unknown words."""
+        """All words in order of id, padded with reserved words to a multiple of 64; the last word stands for unknown words."""
         known = tuple(dict.fromkeys((*CONTROL, *self.words)))
         return (*known, *(f"<r{index}>" for index in range(-len(known) % 64 or 64)))
 

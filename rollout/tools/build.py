@@ -38,7 +38,7 @@ def build_tools(
 ) -> ToolPool:
     """Build a pool of these tools, which must be set. The caller closes the pool.
 
-    documents, papers: the task's own, for search and scholar without a corpus.
+    documents, papers: the task's corpora, for search and scholar without a configured corpus.
 
     Raises:
         ValueError, OSError: a corpus is invalid or cannot be read; this machine has no sandbox for tools.python.

@@ -91,7 +91,7 @@ class SerpApiSearch(ServerLimits):
 
 
 class SerpApiScholar(SerpApiSearch):
-    """Google Scholar, through the same kind of server."""
+    """Google Scholar, through a server with SerpApi's GET /search.json."""
 
     top_k: int = Field(5, gt=0, le=20, description="maximum papers per query")
 

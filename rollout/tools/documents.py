@@ -122,7 +122,7 @@ def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
 
 
 def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
-    """Return a tool's output for the documents found."""
+    """Return the output that an agent gets for these documents."""
     return rendered(documents, kind) or "No documents match."
 
 

@@ -28,8 +28,9 @@ from marsrl.rollout.tools.protocol import ToolError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
-_TEXTS = ("application/xhtml+xml", "application/pdf")  # in addition to text/*
-_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # for these the first bytes decide
+_TEXTS = ("application/xhtml+xml", "application/pdf")  # accepted media types besides text/*
+# Media types for which the body's first bytes decide.
+_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message
 

@@ -77,7 +77,7 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _reader(signature: str, function: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], dict[str, Any]]:
-    """Return (a parser from JSON text to keyword arguments, their schema); ValueError says why models cannot call the
+    """Return (parser of JSON text to keyword arguments, schema of the arguments); ValueError says why models cannot call the
     function."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _PASSED_BY_NAME:
@@ -124,7 +124,7 @@ def _answer(key: str, name: str) -> Answer:
 
 
 def load_function(key: str, name: str) -> Answer:
-    """Return the worker's answering function, also for a function that cannot be a tool."""
+    """Return the worker's answering function; for a function that cannot be a tool, one that answers with the reason."""
     try:
         return _answer(key, name)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
     calls (threads of the pool) -> an event loop in its own thread -> Client -> stdin and stdout of a command, or HTTP
 
-If the server ends during a call, that call fails and is not repeated, since it may have crashed the server, or have had its
+If the server ends during a call, that call fails. It is not repeated, because it may have crashed the server or already taken
 effect. The next call makes one attempt to restart the server.
 """
 
@@ -44,7 +44,8 @@ from marsrl.rollout.types import ToolFunction
 _MOST_PAGES = 32  # maximum pages of a server's list of tools
 _MOST_KIB = 4096  # limit of a command's line, or of an HTTP response; for an event of a stream, `mcp` allows 1 MiB
 _MOST_SHOWN = 300  # characters of a server's text in a message
-_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second comes from an HTTP server that has forgotten the session
+# Error codes; an HTTP server that has forgotten the session returns the second.
+_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
 
 
 class McpTools:
@@ -122,7 +123,7 @@ class McpTools:
     # The methods below run in the event loop.
 
     async def _hold(self, *, task_status: TaskStatus[Client]) -> None:
-        """Open a connection and close it on cancellation; the same task must do both."""
+        """Hold a connection open until cancelled; `mcp` requires that one task opens and closes it."""
         settings, key = self._settings, f"tools.{self.name}"
         async with AsyncExitStack() as stack:
             if settings.command is not None:
@@ -169,7 +170,7 @@ class McpTools:
 
 @cache
 def _bounded_lines() -> str:
-    """Return the name of a codec that bounds lines, since `mcp` reads lines of any length, but takes any encoding."""
+    """Return the name of a codec that limits the length of lines; `mcp` has no limit, but accepts any codec."""
     name = "marsrl_bounded_lines"
     codec = codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=_BoundedDecoder, name=name)
     codecs.register({name: codec}.get)
@@ -240,9 +241,10 @@ def _shown(content: ContentBlock) -> str:
 
 
 def _say(texts: Sequence[str], structured: object) -> bool:
-    """Return True if a text is the JSON of the structured content, as the protocol recommends.
+    """Return True if the texts repeat the structured content.
 
-    Also True if the texts are the value, or the items, that Python's SDK has wrapped as {"result": value}.
+    They do if one of them is its JSON, as the protocol recommends, or if they are the value or the items that the Python SDK has
+    wrapped as {"result": value}.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):

@@ -29,7 +29,7 @@ from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 _log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""Metrics name for all unknown tools and unreadable calls: models invent any number of names."""
+"""Name in metrics of all unknown tools and unreadable calls, since models invent any number of names."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of a name, or of a parser's message, in a text for the model
@@ -129,7 +129,7 @@ class ToolPool:
         return future
 
     def count_unmade(self, number: int) -> None:
-        """Count calls by agents that could not be made: unreadable, or of tools that the agent does not have."""
+        """Count calls that were not executed: unreadable ones, and calls of tools that the agent does not have."""
         with self._lock:
             self._unknown.counts["calls"] += number
             self._unknown.counts["errors"] += number
@@ -140,7 +140,7 @@ class ToolPool:
         return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
-        """Return metrics since the last call, tools/<name>/...: ended calls, seconds of runs, truncated outputs, parts."""
+        """Return the metrics tools/<name>/... since the last call: ended calls, seconds of runs, truncated outputs, parts."""
         with self._lock:
             self._add_own_counts()
             counts = {lane.name: lane.books.take_counts() for lane in self._lanes.values()}
@@ -273,7 +273,7 @@ def _end_run(lane: _Lane, run: _Run, output: ToolOutput) -> None:
         del lane.shared[run.key]
     for future in run.futures:
         _end(lane.books, future, output)
-        output = replace(output, seconds=0.0)  # so that a shared run's time counts once
+        output = replace(output, seconds=0.0)  # only one of the calls that share a run counts its time
     if output.is_error:
         lane.last_error = output.text
     run.futures = []

@@ -26,9 +26,9 @@ class ToolError(Exception):
 class Tool(Protocol):
     """Tool that agents call. Thread-safe; ToolPool bounds its time and output.
 
-    is_deterministic: equal arguments have equal outputs during a run, so that they may be cached. A tool with its own metrics
-    also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool lists
-    its functions (`functions`); those of built-in tools are in SHIPPED.
+    is_deterministic: True if equal arguments give equal outputs during a run, so that outputs may be cached. A tool with its own
+    metrics also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool
+    lists its functions (`functions`); those of built-in tools are in SHIPPED.
     """
 
     is_deterministic: bool

@@ -22,11 +22,11 @@ from pathlib import Path
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
 from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
-_FORM = "1"  # version of the file's format; a file of another version is rebuilt
+_FORM = "1"  # version of the index format; a file of another version is rebuilt
 _WORD = re.compile(r"[^\W_]+")
-_MOST_QUERY_CHARS = 10_000  # the rest of a query is ignored
+_MOST_QUERY_CHARS = 10_000  # characters of a query that are searched; the rest is ignored
 _MOST_WORDS = 64  # maximum words of a query, the rest is ignored; FTS5 allows 256
-_TITLE_WEIGHT = 1.0  # 1: as if title and text were one field, as in Search-R1's corpora
+_TITLE_WEIGHT = 1.0  # 1 ranks as if title and text were one field, as in Search-R1's corpora
 # Lucene's English stop words, which its BM25 omits too: they occur in every document and carry no information.
 _STOPS = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
@@ -106,7 +106,7 @@ def open_index(
 class CorpusSearch:
     """Tool for search: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
 
-    kind: word for a document.
+    kind: word before a document's number in outputs.
     """
 
     is_deterministic = True

@@ -40,7 +40,8 @@ class _ServerSearch:
     Raises ToolError if the server fails to answer one of them.
     """
 
-    is_deterministic = True  # a corpus does not change during a run, and repeated queries are not paid for again
+    # Outputs are cached: a corpus does not change during a run, and repeated queries would be billed again.
+    is_deterministic = True
 
     def __init__(
         self, name: str, url: str, options: ServerLimits, kind: str, secret: Mapping[str, str] | None = None

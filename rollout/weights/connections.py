@@ -47,7 +47,7 @@ _LOOK_S = 0.02  # longest interval between two polls for a key
 _ABORT_S = 5.0  # limit for an NCCL abort, which may itself wait for CUDA graphs using the communicator
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch's watchdog ends a process that loses a peer
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise it tells every group of the same store to dump and exit
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise torch tells every group of the same store to dump and exit
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a watchdog held up by an abort ends the process, too
 }
 _GIVEN_UP = "given_up"
@@ -196,7 +196,7 @@ class TransferStore:
 
 
 class GroupConnection:
-    """Point-to-point connection over a process group of all members, opened by all at the same time.
+    """Point-to-point connection over a process group of all members; all members open it at the same time.
 
     A receiver has one buffer; the tensor returned by `receive` is a view of it until the next call.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 16
-_BITS = {2: torch.int16, 4: torch.int32}  # by bytes per number
+_BITS = {2: torch.int16, 4: torch.int32}  # integer dtypes for comparing bits, by bytes per number
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:

@@ -159,8 +159,8 @@ class _Scratch:
         self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
         self._step = portion_size(weight.shape, rendezvous.max_elements)
         self._whole = whole_box(weight.shape)
-        self._begun: dict[int, Tensor] = {}  # by first matrix
-        self._missing: dict[int, int] = {}  # numbers that a portion still lacks
+        self._begun: dict[int, Tensor] = {}  # scratch memory of incomplete portions, by first matrix
+        self._missing: dict[int, int] = {}  # number of elements that each portion still lacks, by first matrix
 
     def of(self, box: Box) -> Tensor:
         """Return the scratch memory into which a box of one portion will be written."""
@@ -190,7 +190,7 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor | _Scratch]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first, end, target [matrices, rows, columns]) of ranges of the bucket; twice for a tied embedding."""
+    """Yield (first, end, target [matrices, rows, columns]) for ranges of the bucket; a tied embedding has two targets."""
     end = 0
     for piece in bucket.pieces:
         first, end = end, end + piece.box.num_elements
@@ -253,8 +253,8 @@ class Ranks:
 class Traffic:
     """Statistics of a transfer.
 
-    num_bytes: bytes sent, without messages' lengths. whole_bytes: size of all weights. num_changed, num_compared: numbers of
-    changed and compared weights; 0 if everything was sent without a comparison.
+    num_bytes: bytes sent, without messages' lengths. whole_bytes: size of all weights in bytes. num_changed, num_compared:
+    numbers of changed and of compared elements; 0 if everything was sent without a comparison.
     """
 
     num_bytes: int = 0
@@ -299,12 +299,12 @@ class DirectSender(ABC):
         """Create the sender. host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
         self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
-        self._max_elements = bucket_bytes // dtype.itemsize  # per bucket
+        self._max_elements = bucket_bytes // dtype.itemsize  # elements of a bucket
         self._timeout_s, self._host = timeout_s, host
         self.plans: list[bytes] = []
         self.traffic = Traffic()
         """Statistics of the last transfer, all ranks together."""
-        self._shards: tuple[EngineShard, ...] = ()  # of all engines, one engine after the other
+        self._shards: tuple[EngineShard, ...] = ()  # shards of all engines, one engine after the other
         self._layouts: dict[EngineShard, ShardLayout] = {}
         self._store: TransferStore | None = None
         self._connections: dict[int, Any] = {}
@@ -477,7 +477,8 @@ class GroupSender(DirectSender):
         self.traffic.add(Traffic(message.nbytes, flat.nbytes))
 
     def _delta(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor) -> Tensor:
-        """Return the message for a bucket, whose numbers are in `flat`: only the changed ones, unless all are not longer."""
+        """Return the message for a bucket with the elements `flat`: the changed elements, or the whole bucket if that is
+        shorter."""
         masks, at = [], 0
         for piece in bucket.pieces:
             last = self._part(piece, held, self._last.__getitem__)

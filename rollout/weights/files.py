@@ -152,7 +152,8 @@ def left_behind(parent: Path) -> Iterator[Path]:
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
         with suppress(
             OSError
-        ):  # still locked; removed meanwhile; owned by another user; or the file system has no locks
+            # The folder is still locked, was removed meanwhile or belongs to another user, or its file system has no locks.
+        ):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

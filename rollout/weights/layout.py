@@ -29,9 +29,9 @@ A transfer without files (direct.py) sends every shard what it needs, by a plan 
     plan_buckets -> groups pieces into buckets of limited size, in one order that all sides follow
 
 A *portion* is a matrix of a fused tensor, or as many of its experts as fit into a bucket. A shard receives portion after
-portion, so that it can collect one in a bucket's memory and convert it (FP8). Shard t begins with what rank t mod ranks
-holds, so that ranks and shards are busy concurrently. Every side works through its own buckets in this order, one at a
-time. The side with the first unfinished bucket of all can always proceed, so there is no deadlock.
+portion, so that it can collect one in a bucket's memory and convert it (FP8). Shard t begins with the portions of rank (t mod
+number of ranks), so that all ranks send at the same time. Every side works through its own buckets in this order, one at a time.
+The side with the first unfinished bucket of all can always proceed, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def stack_of(name: str) -> tuple[str, int]:
-    """Return (name of the stack, number of the expert) of an expert's HF tensor; for other tensors (name, 0)."""
+    """Return (name of its stack, number of the expert) for an expert's HF tensor, and (name, 0) for other tensors."""
     found = _EXPERT.match(name)
     return (found[1] + found[3], int(found[2])) if found else (name, 0)
 
@@ -147,8 +147,8 @@ class EngineShard:
         return cls(part, parts, min(parts, num_kv_heads), spreads_experts)
 
     def experts(self, num_experts: int) -> range:
-        """Return the experts that the shard holds, wholly or in part. If whole experts do not divide evenly, the first parts
-        have one more."""
+        """Return the range of experts that the shard holds, wholly or in part. If whole experts do not divide evenly, the first
+        shards have one more."""
         if not self.spreads_experts:
             return range(num_experts)
         each, more = divmod(num_experts, self.parts)

@@ -16,14 +16,16 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, IntArray
 
-_CACHE_STEP = 64  # the cache grows by this many positions
+_CACHE_STEP = 64  # positions; capacities of the cache are multiples of it
 
 
 @dataclass(slots=True)
 class Row:
-    """A request in the batch. num_cached: prompt tokens computed by another row with the same prompt. finish None: running.
+    """A request in the batch. num_cached: number of prompt tokens computed by another row with the same prompt. finish: None
+    while the row runs.
 
-    record: experts [tokens, layers, K] from experts_from on, first of the prompt, then of each token; None: not requested.
+    record: routed experts [tokens, layers, K] from experts_from on: one array for the prompt, then one for each token; None: not
+    requested.
     """
 
     request: DecodeRequest
@@ -58,8 +60,9 @@ class Row:
 class DecodeBatch:
     """B rows that decode together, before their next draw.
 
-    hidden [B, H] of each row's last token; lengths [B] int64: known tokens; drawn [B]: the last drawn tokens;
-    experts [B, layers, K]: of the last drawn tokens, if a row records them and they are not in its record yet.
+    hidden: [B, H], states of each row's last token. lengths: [B] int64, number of tokens in each row. drawn: [B], the last drawn
+    tokens. experts: [B, layers, K], routed experts of the last drawn tokens until they are copied to the rows' records; None if
+    no row records them.
     """
 
     def __init__(self, rows: list[Row], cache: Cache, hidden: Tensor, lengths: Tensor) -> None:
@@ -142,7 +145,7 @@ class Cache:
         self._capacity = room
 
     def grow(self, needed: int) -> None:
-        """Make room for `needed` positions; doubles the size, so that a long decode copies little."""
+        """Grow to at least `needed` positions; at least doubles the capacity, so that a long decode copies little."""
         if needed <= self._capacity:
             return
         extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)

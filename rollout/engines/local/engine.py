@@ -53,7 +53,7 @@ from marsrl.rollout.weights.files import WeightFiles
 from marsrl.rollout.weights.layout import EngineShard
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
-_SCORED_TOGETHER = 2048  # packed tokens of a scoring prefill: short sequences alone would read all weights for few rows
+_SCORED_TOGETHER = 2048  # packed tokens of one scoring forward: short sequences share one read of the weights
 
 
 class LocalEngine(Engine):

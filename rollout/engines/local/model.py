@@ -128,7 +128,7 @@ def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -
 
 
 def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
-    """Restrict adapters to a subset of tokens, [n] int64: indices of each adapter's tokens in the subset."""
+    """Restrict adapters to the tokens [n] int64; rows of the result are indices into this subset."""
     found = [(pairs, torch.isin(tokens, rows).nonzero()[:, 0]) for pairs, rows in adapted]
     return [(pairs, places) for pairs, places in found if len(places)]
 

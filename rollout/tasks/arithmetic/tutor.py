@@ -19,7 +19,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     tokenizer, task_options = "arithmetic", ArithmeticOptions
     judged = (Role.SOLVER, Role.VERIFIER)
     slip_first = 0.03  # share of wrong lines in phase 1
-    hard_claims = 0.5  # share of the Verifier's inputs with many slips; with fewer, some seeds learn to copy
+    hard_claims = 0.5  # share of the Verifier's inputs with many slips; with a smaller share, some seeds learn to copy
     slip_hard = 0.4  # share of wrong lines in inputs with many slips
     restate = 0.4  # share of corrections that keep the Solver's answer, whatever the report says
 
@@ -41,9 +41,9 @@ class ChainTutor(Tutor[ArithmeticOptions]):
             yield self._table_drill()
 
     def team_lesson(self) -> Iterator[Trace]:
-        """Write what all roles say about chains, and drills.
+        """Write demonstrations of all roles on chains, and drills.
 
-        The Verifier first copies the claim's lines, and stays at chance until it computes them.
+        At first the trained Verifier only copies the claim's lines, and its verdicts stay at chance until it computes them.
         """
         chains = [draw_chain(self.rng, self.options, held_out=False) for _ in range(self.config.team_batch)]
         for chain in chains:
@@ -52,7 +52,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
             yield self._equality_drill()
 
     def team(self, chain: Chain) -> Iterator[Trace]:
-        """Write what Solver, Verifier and Corrector say about a chain; the Corrector's input is always a flagged solution.
+        """Write demonstrations of Solver, Verifier and Corrector on a chain; the Corrector's input is always a flagged solution.
 
         The Corrector is left out if none of _MOST_TRIES solutions is flagged, as for a chain of * with slip_multiply = 0.
         """

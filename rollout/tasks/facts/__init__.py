@@ -209,7 +209,7 @@ class World:
         return lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """Return questions that are never trained on. They may repeat, since a world has a limited number of them."""
+        """Return questions that are never trained on; some may repeat, since a world has a limited number of questions."""
         rng = random.Random(f"linked facts/held-out/{seed}")
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
 

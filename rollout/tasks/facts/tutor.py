@@ -1,8 +1,8 @@
 """Tokenizers of the built-in questions, and demonstrations of mediocre teams on them.
 
 Every lesson has a new world, so that a policy learns to read search results rather than memorise facts. An agent repeats a fact
-before using it (`home tarn <answer> tarn </answer>`): tutors slip in choosing the fact, never in copying it. A slip ends a
-question.
+before using it (`home tarn <answer> tarn </answer>`). Tutors slip when they choose the fact, never when they copy it, and a
+question ends after a slip.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FACTS_TOKENIZER = _tokenizer(
 )
 
 SEARCH_CALL = ('{"tool":"search","arguments":{"query":"', '"},"purpose":"', '"}')
-"""Texts before a query, before its purpose, and after it."""
+"""Three parts of a search call: the texts before the query, between query and purpose, and after the purpose."""
 PYTHON_CALL = ('{"tool":"python","arguments":{"code":"print', '"}}')
-"""Texts before and after the printed expression."""
+"""Two parts of a Python call: the texts before and after the printed expression."""
 
 PURPOSE = "What is looked for:"
 """Text before a call's purpose in System 1's prompt (prompt_sets/facts.yaml)."""
@@ -54,7 +54,7 @@ class FactsTutor(Tutor[QaOptions]):
     """Base tutor for the built-in questions in their terse wording. It teaches copying from a document, then all roles."""
 
     task_options = QaOptions
-    drills = 4  # per step of phase 2
+    drills = 4  # number of drills per step of phase 2
 
     def foundation(self, step: int) -> Iterator[Trace]:
         world = self._another_world()
@@ -71,7 +71,7 @@ class FactsTutor(Tutor[QaOptions]):
 
     @abstractmethod
     def question(self, world: World) -> Iterator[Trace]:
-        """Write what a team says on one question, in order."""
+        """Write a team's demonstrations for one question, in the order of play."""
 
     @abstractmethod
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
@@ -98,10 +98,10 @@ class SearchTutor(FactsTutor):
     slip_answerer = 0.25  # share of answers that give a wrong fact of the document
 
     def question(self, world: World) -> Iterator[Trace]:
-        """Write what the team says on one question, in order.
+        """Write the team's demonstrations for one question, in the order of play.
 
-        A premature yes is ignored, and the team continues as after a no: without the fact there is no right answer to teach an
-        Answer agent. A query for the wrong fact is the last trace.
+        After a premature yes the team continues as after a no, because without the fact there is no right answer to teach the
+        Answer agent. A query for a wrong fact is the last trace.
         """
         problem = world.draw(self.rng, held_out=False)
         steps = world.steps(problem)
@@ -160,7 +160,7 @@ class DualTutor(FactsTutor):
     slip_distiller = 0.15  # share of System 1's notes that give a wrong fact
 
     def question(self, world: World) -> Iterator[Trace]:
-        """Write what both systems say on one question, in order; a trace for each turn of System 2."""
+        """Write both systems' demonstrations for one question, in the order of play; each turn of System 2 is a trace."""
         problem = world.draw(self.rng, held_out=False)
         calculation = Calculation.of(problem)
         prompts = prompt_set("facts")

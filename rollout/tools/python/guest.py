@@ -54,7 +54,7 @@ def confine(settings: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(settings["uid"], settings["uid"], settings["uid"])
         os.setresuid(settings["uid"], settings["uid"], settings["uid"])
-        libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # so that /proc/self belongs to it again
+        libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # makes /proc/self belong to this process again
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
     must(libc.capset(header, none), "capset")
     libc.prctl(_PDEATHSIG, 9, 0, 0, 0)
@@ -113,7 +113,7 @@ def main() -> None:
     run("None")  # warm-up, so that the snippet does not pay the costs of the first call
     os.write(1, b"ready\n")
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
-    host = os.dup(0)  # closed in programs it executes, not in forks
+    host = os.dup(0)  # connection to the host; closed in programs that the snippet executes, but not in its forks
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     status = run(code)
     sys.stdout.flush()

@@ -32,8 +32,8 @@ class StartError(Exception):
 class Ending:
     """The end of a snippet.
 
-    stopped: the exceeded limit, "time" or "output"; None if the snippet ended by itself. has_died: True if the process ended
-    before the snippet did. status: exit code of the snippet, or of the process if it died.
+    stopped: name of the exceeded limit, "time" or "output"; None if the snippet ended by itself. has_died: True if the process
+    ended before the snippet did. status: exit code of the snippet, or of the process if it died.
     """
 
     output: bytes
@@ -47,7 +47,8 @@ class Interpreter:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process. Raises OSError if the command cannot be started."""
-        self._line, theirs = socket.socketpair()  # stdin of the process, for the snippet and the returned exit code
+        # The process's stdin; carries the snippet there, and the exit code back.
+        self._line, theirs = socket.socketpair()
         try:
             with theirs:
                 self._process = subprocess.Popen(

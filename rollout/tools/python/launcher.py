@@ -140,14 +140,16 @@ def _shown(config: PythonTool) -> list[str]:
 def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL"]
     command += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
-    capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]  # which the guest gives up
+    # The guest needs these to set up the sandbox, and then drops them.
+    capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]
     command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
     # By default the namespace's first process is bubblewrap, without the filter. Under root, bubblewrap has another user id, so
     # the guest cannot touch it, and it alone receives the signal that ends all processes when the trainer dies. Otherwise the
     # guest could write bubblewrap's memory, so the guest must be the first process.
     command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
     size = str(config.tmp_mib << 20)
-    command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # first: packages may lie below
+    # Mounted first, since the folder of packages may be below /tmp.
+    command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     for path in _shown(config):
         for parent in reversed(Path(path).parents[:-1]):  # bubblewrap would create parents with the host's permissions
             command += ["--perms", "0755", "--dir", str(parent)]

@@ -56,7 +56,7 @@ _BOTH: tuple[tuple[str, int, int], ...] = (  # name, number on x86-64, number on
     ("setdomainname", 171, 162),
     ("sethostname", 170, 161),
     ("setns", 308, 268),
-    ("setpgid", 109, 154),  # these two: keep a snippet's processes in one process group
+    ("setpgid", 109, 154),  # denied with the next: keeps a snippet's processes in one process group
     ("setsid", 112, 157),
     ("settimeofday", 164, 170),
     ("shmget", 29, 194),
@@ -89,14 +89,14 @@ _NEW = (  # calls from 424 on, with the same number on every architecture
     ("fsconfig", 431),
     ("fsmount", 432),
     ("fspick", 433),
-    ("clone3", 435),  # its flags are in memory, which a filter cannot read
+    ("clone3", 435),  # denied because its flags are in memory, which a filter cannot read
     ("pidfd_getfd", 438),
     ("process_madvise", 440),
 )
 _LAST = 441  # epoll_pwait2, the newest allowed call
 _AS_MISSING = frozenset({"clone3"})  # ENOSYS: the C library then calls clone
 
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET, TIME
+_NEW_NAMESPACES = 0x7E020080  # flags CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME
 _SET_PDEATHSIG = 1
 _MACHINES = {  # the kernel's architecture id, the column of _BOTH, the numbers of clone, socketpair and prctl
     "x86_64": (0xC000003E, 1, 56, 53, 157),
@@ -105,7 +105,7 @@ _MACHINES = {  # the kernel's architecture id, the column of _BOTH, the numbers 
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_ALLOW, KILL_PROCESS, ERRNO
 _LOAD, _EQUAL, _ABOVE, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # BPF: ld [k], jeq, jgt, jset, ret
-_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets into seccomp_data; of an argument's lower half
+_NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data, in bytes; the last: lower half of the first argument
 
 
 def denied_calls(machine: str) -> dict[str, int]:

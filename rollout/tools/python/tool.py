@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _START_S = 60.0  # limit until an interpreter is ready, on a busy machine
 _PAUSE_S = 5.0  # pause after a failed start
-_GIVES_WAY_S = 0.5  # starting an interpreter yields to running calls while others are ready
+_GIVES_WAY_S = 0.5  # seconds by which a start is delayed for running calls, while other interpreters are ready
 _NICE = 5
 _BYTES_A_CHAR = 4  # maximum bytes of a character in UTF-8
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
@@ -103,7 +103,7 @@ class PythonInterpreter:
                     raise ToolError(f"python is not available: {self._failure}")
                 interpreter = self.ready.popleft()
                 self._changed.notify_all()  # wakes the keepers, to start a replacement
-                if interpreter.is_alive:  # else the machine ran out of memory, and the kernel killed it first
+                if interpreter.is_alive:  # otherwise memory ran out, and the kernel has killed the interpreter
                     self._running.add(interpreter)
                     return interpreter
                 self._reaper.submit(interpreter.kill)
