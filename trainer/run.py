@@ -255,10 +255,10 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """Put the engines to sleep in the body, so that the trainer can use their GPU memory. Collective.
+        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective.
 
-        Does nothing unless rollout.placement=colocated. The next request wakes the engines. The engines of this group, and of
-        groups that train later in the step, next get new weights, so they drop their present ones. Other engines keep theirs.
+        The next request wakes the engines. For this group's policies, and for policies that train later in this step, that is the
+        publish, so these engines drop their weights. Engines of other policies next wake for a stage, and keep theirs.
         """
         if not self.engines_drop_weights:
             yield

@@ -25,17 +25,13 @@ from marsrl.trainer.learner.megatron.layout import Layout
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Engines of one policy.
+    """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
 
-    memory_share: share of a GPU's memory that an engine may use.
-    longest: number of tokens of the longest sequence.
-    kv_cache: dtype of keys and values: fp8 takes one byte per number, auto is `dtype`.
-    weights: dtype of the layers' matrices, as for kv_cache.
-    cache_bytes: size of the KV cache on each GPU; None: the rest of memory_share beside the weights.
-    spreads_experts: True for expert parallelism, with each expert whole on one of the engine's GPUs.
-    adapters: trained adapters, each in a slot of its own.
-    more_slots: number of slots for past adapters (league).
-    transfer_bytes: size of NCCL's buffers on each GPU, in addition to memory_share.
+    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte per number; auto: in dtype.
+    cache_bytes: size of the KV cache on each GPU; None: the memory that memory_share leaves beside the weights.
+    spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
+    adapters: trained adapters, each in its own slot. more_slots: number of slots for past adapters (league).
+    transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
     """
 
     shape: ModelShape

@@ -109,9 +109,9 @@ class PolicyConfig(Settings):
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full_but_attention", "full", "full_offload"] = "none"
-    """activations that the backward pass recomputes. selective: norms, and the activation function of MLP or experts; full:
-    whole layers, from their inputs; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the
-    layers' inputs in CPU memory (GPU only)"""
+    """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
+    layer, from its input; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the inputs in
+    CPU memory (GPU only)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
     """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False

@@ -136,8 +136,8 @@ class TrainerConfig(Settings):
     """Computation of a step's batch, and when the run stops early (docs/troubleshooting.md)."""
 
     max_tokens_per_micro_batch: Tokens = 16384
-    """largest number of tokens in a micro-batch of a rank (of all ranks of layout.context together), prompts included; must hold
-    the longest prompt with its completion; larger is faster and takes more memory; gradients stay the same"""
+    """tokens in a micro-batch of a rank (of all ranks of layout.context together), prompts included; at least the longest prompt
+    plus its completion; more is faster and takes more memory, and does not change gradients"""
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """expert choices that training repeats. recompute: those of a forward pass with the step's starting weights (R2); rollout:

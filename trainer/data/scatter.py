@@ -45,14 +45,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class BatchShard:
-    """Share of a batch that this rank packs, and the packing rules. Ranks with the same data_rank pack the same share.
+    """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
 
-    max_tokens: largest number of tokens in a micro-batch.
-    align: number that divides the packed length T of every micro-batch.
-    routes: groups for sending from rank 0; None if every rank holds the sequences, or there is one rank.
-    objectives: objective of each agent, in order; (): all agents have the same. All samples of a micro-batch have one objective.
-    adapters: index of each agent's adapter; (): at most one adapter. Samples in a micro-batch are grouped by adapter.
-    is_apart: True if all samples of a micro-batch must have the same adapter.
+    align: T of every micro-batch is a multiple of it.
+    routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
+    objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
+    adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
+        micro-batch has only one adapter.
     """
 
     data_rank: int
@@ -109,15 +108,14 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
-    """Return this rank's micro-batches of sequences that every rank holds, as supervised training draws from a common seed."""
+    """Return this rank's part of sequences that every rank holds (supervised traces from a common seed)."""
     return [pack(members, align=shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
     """Assign sequences to the micro-batches of each data rank.
 
-    With shard.is_apart, micro-batches at the same index have the same adapter on all ranks, because experts process rows of many
-    ranks.
+    is_apart: micro-batches at the same index have the same adapter on all ranks, because experts process rows of many ranks.
     """
     if shard.is_apart:
         alone = replace(shard, is_apart=False)

@@ -32,22 +32,20 @@ _SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent.
 class StepStats:
     """Statistics of one optimizer update, or of a step, over all ranks and micro-batches; the same on every rank.
 
-    loss: the minimised value, divided by the normaliser.
-    grad_norm: norm of the gradient, before clipping.
-    is_skipped: True if loss or gradient was not finite on some rank; then no rank updated its weights.
-    is_empty: True if no rank had a trained token; then nothing was computed.
-    agent_sums: {metric: one number per agent} of loss, clipped_tokens, masked_tokens (by DMMPT or loss.correction),
-        clamped_tokens, entropy and kl (sums in nats), tokens, nll (-sum log p), and weighted_nll (nll times token weights;
-        supervised training).
+    loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
+    is_skipped: loss or gradient was not finite on some rank, so no rank updated.
+    is_empty: no trained token on any rank; nothing was computed.
+    agent_sums: {metric: one number per agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
+        entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.
-    replay: comparison of forced experts with the router's own choice; None if no experts were forced.
-    load: load of experts by the router's own choice; None for a model without experts.
+    replay: forced experts compared with the router's own choice; None if none were forced.
+    load: load of experts by the router's own choice; None without experts.
     agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         if not measured.
     tokens: tokens of the requested samples, each on exactly one rank.
-    samples: trained parts of samples, those on this rank only.
+    samples: the trained part of each sample, on this rank only.
     """
 
     loss: float
@@ -180,9 +178,9 @@ def _samples(
 def _mismatch(
     batch: PackedBatch, result: HeadResult, *, counts_samples: bool, agents: frozenset[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """Return [loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|, dp = p_trainer - p_rollout.
+    """Return [loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
 
-    All values but the loss are for these agents. counts_samples: True on one of the ranks that share a sample.
+    All but the loss are for these agents. counts_samples: True on one of the ranks that share a sample.
     """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     rows, gate, mask = batch.trained_rows, result.gate, batch.mask
