@@ -62,7 +62,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """Return the reason against a float64 tensor for kernels that compute in float32, else None; tensor None: not given."""
+    """Return why kernels that compute in float32 reject the tensor if it is float64, else None. tensor: None if not given."""
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"

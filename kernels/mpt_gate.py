@@ -20,7 +20,9 @@ def mpt_gate(
     scope: str = "sample",
     process_group: Any = None,
 ) -> Tensor:
-    """Compute gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766); the loss adds the test of p(t).
+    """Compute gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766).
+
+    In a sample whose gate is set, the loss masks each token with a probability of at least mpt_probability.
 
     Args:
         entropy: [T] float, nats, not read where mask is False.
@@ -32,7 +34,7 @@ def mpt_gate(
             passes the same S), or the ranks that share the batch ("batch").
 
     Returns:
-        [S] bool. A sample, or a batch, without tokens has no gate.
+        [S] bool; False for a sample without tokens or, with "batch", if there are no tokens at all.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

@@ -15,8 +15,8 @@ at one shape says little about another. For products, also compute the definitio
 import torch
 from torch import Tensor
 
-# Rounding error that a block may have, relative to its size. In 16 bits each operand and each result is rounded by at most half
-# an eps. In float32 p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
+# Rounding error that a block may have, relative to the block's norm. In 16 bits each operand and each result is rounded by at
+# most half an eps. In float32 p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
 
@@ -47,7 +47,7 @@ def assert_accurate(
     """Fail unless `found` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
 
     The whole is judged by its largest error: at most twice plain PyTorch's, or 4 ulp of the largest value. A block is judged by
-    the root of its sum of squared errors: at most twice plain PyTorch's, or _ROUNDING of the block's size. Blocks show errors
+    the root of its sum of squared errors: at most twice plain PyTorch's, or _ROUNDING times the block's norm. Blocks show errors
     that a few large entries elsewhere hide. A NaN fails.
 
     Args:

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int64_t kBlock = 512;  // summed in float32, and blocks in double: the error does not grow with the width
+// Numbers summed in float32. Their sums are added in double, so the error does not grow with the width.
+constexpr int64_t kBlock = 512;
 
 // Number of rows whose part of the weight's gradient is summed in float32; these sums are added in double. The number is
 // small enough for sums as exact as PyTorch's. It depends on the number of rows alone, not on the number of threads.

@@ -46,8 +46,8 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// Passes once over a row of logits. keep(i, e) gets e^d of each element relative to the origin of its block, which
-// see_origin(block, origin) gets first.
+// Passes once over a row of logits, block by block. Calls see_origin(block, maximum) with the largest logit so far, and then
+// keep(i, e) for each element i, with e = e^d relative to this maximum (0 while it is -inf).
 template <class SeeOrigin, class Keep>
 MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
                             Keep keep) {
@@ -83,7 +83,7 @@ MARSRL_CLONES void row_sums_and_exponentials(const float* x, int64_t columns, fl
                                              uint16_t* __restrict__ exponentials) {
   const float maximum = block_maximum(x, 0, columns), origin = maximum > -INFINITY ? maximum : 0.0f;
   double sum = 0, weighted = 0;
-  float wide[kBlock];  // a loop that also narrows is vectorised at half the width
+  float wide[kBlock];  // float32 results; a loop that also converts them to bfloat16 would be vectorised at half the width
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     const int64_t size = end_of_block(begin, columns) - begin;
     float s = 0, w = 0;

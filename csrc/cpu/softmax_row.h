@@ -7,9 +7,9 @@
 #include <limits>
 
 struct Sums {
-  float maximum;    // of the raw logits
-  double sum;       // of e^d with d = (x - maximum) / tau
-  double weighted;  // of d e^d
+  float maximum;    // largest raw logit
+  double sum;       // sum of e^d with d = (x - maximum) / tau
+  double weighted;  // sum of d e^d
 };
 
 // Number of elements whose terms are summed in float32; partial sums are double, so the error does not grow with the

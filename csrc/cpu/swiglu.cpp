@@ -24,7 +24,8 @@ MARSRL_INLINE void forward_row(const T* gate, int64_t width, float weight, T* ou
 template <class T>
 MARSRL_INLINE float backward_row(const T* gate, int64_t width, float weight, const T* grad, T* out) {
   const T* up = gate + width;
-  constexpr int64_t kBlock = 512;  // summed in float32, and blocks in double: the error does not grow with the width
+  // Numbers summed in float32. Their sums are added in double, so the error does not grow with the width.
+  constexpr int64_t kBlock = 512;
   double of_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     const int64_t end = begin + kBlock < width ? begin + kBlock : width;

@@ -23,12 +23,12 @@ struct Objective {
 // Packed arrays, one element a token; null: not given.
 struct Tokens {
   const float* advantage;
-  const float* log_ratio;  // of the token's sequence; null: the token's own, by `old_logprobs`, or 0 if that is null too
-  const float* log_drift;  // of the token's sequence; null: the token's own, by `rollout_logprobs`
+  const float* log_ratio;  // mean over the token's sequence; null: by `old_logprobs` of the token, or 0 if null too
+  const float* log_drift;  // mean over the token's sequence; null: by `rollout_logprobs` of the token
   const float* old_logprobs;
-  const float* rollout_logprobs;  // null with a KL term: the policy of `old_logprobs`, or else this policy, drew the tokens
+  const float* rollout_logprobs;  // null: a KL term uses `old_logprobs`, or importance 1 if null too
   const float* reference_logprobs;
-  const uint8_t* gate;     // of the token's sample
+  const uint8_t* gate;     // gate of the token's sample
   const uint8_t* dropped;  // the token loses every term
   const float* weight;     // factor on all terms, in addition to inverse_normaliser
   const int64_t* agent;    // null: all agent 0
@@ -44,10 +44,10 @@ constexpr int kNumSums = 7;
 // Inputs of the objective for one token; 0 if not given.
 struct TokenInputs {
   float logprob, entropy, advantage;
-  float log_ratio;       // policy to old policy, of the token or its sequence
-  float log_drift;       // old policy to rollout policy; 0 without a correction
-  float log_reference;   // policy to reference policy; 0 without a KL term
-  float log_importance;  // policy to rollout policy; 0 without a KL term
+  float log_ratio;       // log-ratio of policy to old policy, of the token or its sequence
+  float log_drift;       // log-ratio of old policy to rollout policy; 0 without a correction
+  float log_reference;   // log-ratio of policy to reference policy; 0 without a KL term
+  float log_importance;  // log-ratio of policy to rollout policy; 0 without a KL term
   float gated, dropped;  // 0 or 1
   float weight;          // 1 if not given
 };

@@ -25,7 +25,7 @@ MARSRL_INLINE float softmax_gradient(float x, float maximum, float inverse_tempe
   return -vector_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
 }
 
-// Like the above for e = 0, with scale = -c / tau: most objectives have no entropy bonus.
+// Like softmax_gradient for e = 0, with scale = -c / tau: most objectives have no entropy bonus.
 MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float inverse_temperature, float log_sum,
                                                 float scale) {
   return scale * vector_exp((x - maximum) * inverse_temperature - log_sum);
@@ -33,6 +33,6 @@ MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float in
 
 // Returns dz of the target. 1 - p is computed by expm1: in a trained model p is close to 1, and 1 - p would round to 0.
 MARSRL_INLINE float softmax_target_gradient(float logp, float entropy, float c, float e, float inverse_temperature) {
-  const float bounded = logp < -1e4f ? -1e4f : logp;  // as above
+  const float bounded = logp < -1e4f ? -1e4f : logp;  // where p = 0, 0 times -inf would be NaN
   return (-c * std::expm1(logp) - e * std::exp(logp) * (bounded + entropy)) * inverse_temperature;
 }

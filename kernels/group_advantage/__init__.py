@@ -38,14 +38,15 @@ def group_advantage(
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
         instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
-        session_of: [S] int in [0, S): samples of one session, all in the same sets, count in mean, std and number as one: each of
-            a session's n rewards has the weight 1/n. None: every sample counts by itself.
+        session_of: [S] int in [0, S): the session of each sample. A session's samples must be in the same sets; each of its n
+            rewards has the weight 1/n. None: every sample counts by itself.
         normalise: "group": mean and std over the group. "agent" (Dr. MAS): over all samples of an agent in an instance.
             "global": over the instance. "agent_mean", "agent_std": only the mean, or only the std, over the agent's
             samples, the other over the instance.
         std: "biased" (1/n) or "unbiased" (1/(n-1)); "none": A = R - mean of the set's other rewards, not divided (RLOO,
-            arXiv:2402.14740), for which "agent_mean" is "agent" and "agent_std" is "global".
-        singleton: a set with one reward (of a sample or a session): "zero" = advantage 0; "raw" = its mean is 0 and its std 1.
+            arXiv:2402.14740). With "none", "agent_mean" is the same as "agent", and "agent_std" as "global".
+        singleton: how a set with one reward (of a sample or a session) is treated: "zero" = advantage 0; "raw" = mean 0 and std
+            1, so the advantage is about the reward.
 
     Returns:
         [S] in the dtype of rewards. A set whose rewards are all equal gets exactly 0.

@@ -75,7 +75,7 @@ def group_advantage_reference(
 def less_mean_of_others(
     rewards: Tensor, compared: Tensor, session_of: Tensor, mean_set_of: Tensor, keeps_single: bool
 ) -> Tensor:
-    """Compute A = R - mean of the set's values, without the sample's own session, [S] in the dtype of rewards.
+    """Compute A = R - mean of the values of the set's other sessions, [S] in the dtype of rewards.
 
     compared: [S] like rewards, one value per session; NaN elsewhere.
     """

@@ -35,7 +35,7 @@ class HeadGradients:
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
-        """in_pieces: convert the weight to float32 once for both gradients, as on the CPU."""
+        """Start with empty gradients. in_pieces: convert the weight to float32 once for both gradients, as on the CPU."""
         self.gemms = HeadGemms(head.weight, hidden.dtype)
         self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted

@@ -40,6 +40,6 @@ def host_buffer(num_floats: int) -> Tensor:
 
 
 def host_chunks(count: int, capacity: int) -> list[int]:
-    """Return sizes of equal chunks of at most `capacity` rows; a GEMM of few rows takes as long to read the weight."""
+    """Return sizes of equal chunks of at most `capacity` rows: a short last chunk would read the whole weight for few rows."""
     number = ceil(count / capacity)
     return [count * (i + 1) // number - count * i // number for i in range(number)]

@@ -50,7 +50,7 @@ class ShardStatistics:
     """
 
     def __init__(self, own: Tensor, head: Head, rows: Rows, is_host: bool):
-        """own: [4, R] float64, the part of this rank."""
+        """Start the all-gather. own: [4, R] float64, the part of this rank."""
         self._head, self._rows, self._is_host = head, rows, is_host
         self._own = own  # keeps the tensor alive until it is sent
         world = dist.get_world_size(head.tp_group)

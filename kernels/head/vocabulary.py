@@ -42,7 +42,7 @@ class Head:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
     def tile(self, columns: slice) -> "Head":
-        """Return these columns of the shard as a shard."""
+        """Return a Head for these columns of the shard alone."""
         real = max(0, min(columns.stop, self.num_columns) - columns.start)
         first = self.first_column + columns.start
         return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)

@@ -87,7 +87,7 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """Convert arguments of the traced op's schema to the op's; per_token, of_all: the temperature."""
+    """Convert arguments of the traced op's schema to the op's. per_token, of_all: temperature [T], or one for all tokens."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)

@@ -31,11 +31,11 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """Order rows by routing_map [T, E] bool, which is True where a token goes to an expert: at num_rows places.
+        """Order rows by routing_map [T, E] bool, which is True where a token goes to an expert. num_rows: number of True entries.
 
         Raises:
-            ValueError: a map in host memory is not True at num_rows places. A map on a device is not checked: with fewer
-                places the device reports an error, and with more the rows of the last experts are left out.
+            ValueError: a map in host memory has another number of True entries. A map on a device is not checked: with fewer
+                entries the device reports an error, and with more the rows of the last experts are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
         if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:

@@ -18,7 +18,7 @@ WIDEST = 2048  # columns per program: 16 per thread
 
 @triton.jit
 def copy_tokens(tokens, stride, row_of, bounds, out, width, BLOCK: tl.constexpr):
-    """Grid (tokens, blocks of columns)."""
+    """Copy each token to all of its rows. Grid (tokens, blocks of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width
@@ -29,7 +29,7 @@ def copy_tokens(tokens, stride, row_of, bounds, out, width, BLOCK: tl.constexpr)
 
 @triton.jit
 def sum_rows(rows, stride, row_of, bounds, out, width, BLOCK: tl.constexpr):
-    """Grid (tokens, blocks of columns)."""
+    """Sum the rows of each token. Grid (tokens, blocks of columns)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width

@@ -1,4 +1,4 @@
-"""Both ops and their gradients by two row moves: the forward of each op is the backward of the other."""
+"""Both ops and their gradients from two moves, copying and summing rows: each op's forward is the other's backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

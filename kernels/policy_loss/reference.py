@@ -74,7 +74,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
 
     # Any NaN or infinity from here on was read by a trained token.
     kl = importance * _divergence(log_reference, objective.kl)  # the metric counts masked tokens too
-    moved = read(logp) - read(current)  # its value is 0, its gradient that of logp
+    moved = read(logp) - read(current)  # value 0, gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
     log_ratio, drift = read(log_ratio), read(drift)
     log_reference, log_importance, importance = read(log_reference), read(log_importance), read(importance)

@@ -26,7 +26,7 @@ def _gate_and_up(products, row, column, is_in, width):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (blocks of rows, blocks of columns)."""
+    """Compute silu(gate) * up * weight. Grid (blocks of rows, blocks of columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = (row < num_rows)[:, None] & (column < width)[None, :]

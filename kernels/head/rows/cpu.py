@@ -24,7 +24,7 @@ def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Return (inverse temperature of each token or None, the common one, used if the first is None)."""
+    """Return (inverse temperatures of the tokens or None, inverse temperature of all tokens, used if the first is None)."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 

@@ -18,7 +18,7 @@ class LateCount:
     """
 
     def __init__(self, value: Tensor | int):
-        """value: a number, or a [] or [1] integer tensor that is complete once the work queued so far has run."""
+        """Queue the copy of `value`: a number, or a [] or [1] integer tensor that the work queued so far computes."""
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
@@ -69,8 +69,8 @@ class Rows:
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
         """Yield these rows in order, in chunks; the sizes repeat in a cycle, and the last chunk holds the rest.
 
-        A row's result therefore does not depend on the number of rows. If the count is still pending, the first chunk is an upper
-        bound, which is replaced by the true count before the other chunks are cut.
+        A row's result therefore does not depend on the number of rows. If the count is still pending, an upper bound decides the
+        size of the first chunk; the true count decides the sizes of the other chunks.
         """
         rows, begin = self, 0
         for size in cycle(sizes):

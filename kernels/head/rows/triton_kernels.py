@@ -16,9 +16,11 @@ import triton.language as tl
 
 from marsrl.kernels.head import objective
 
-VARYING = ("num_rows", "first")  # these differ from chunk to chunk, which must not recompile a kernel
-LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements: differences of minus infinity would be NaN
-NOTHING = tl.constexpr(-1e4)  # exponent whose exp is 0, and which stays finite when it is multiplied
+# Arguments that differ from chunk to chunk; Triton must not compile a kernel for each value.
+VARYING = ("num_rows", "first")
+LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements; minus infinity would give NaN in differences
+# Stands for minus infinity as an exponent: its exp is 0, and its product with 0 is not NaN.
+NOTHING = tl.constexpr(-1e4)
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
 NUM_SUMS = tl.constexpr(len(objective.METRICS))
 
@@ -59,7 +61,7 @@ def row_partials(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows, pieces)."""
+    """Compute the softmax partials of each piece of each row. Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     token = token_of(ids, first, row)
@@ -152,7 +154,7 @@ def finish_rows(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Grid (blocks of rows). A target outside the vocabulary gives log p = NaN."""
+    """Join each row's pieces to its statistics; NaN log-prob for a target outside the vocabulary. Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -185,7 +187,7 @@ def join_pieces(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Grid (blocks of rows)."""
+    """Join each row's pieces to this shard's part of the statistics. Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -419,7 +421,7 @@ def row_gradients(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows, pieces)."""
+    """Write dz of the rows that have a coefficient to their places in `out`. Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(place_of + row).to(tl.int64)
     if position >= 0:

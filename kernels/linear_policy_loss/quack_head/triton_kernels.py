@@ -70,7 +70,7 @@ def finish_rows(
     is_beyond,  # [1] int32: becomes 1 if a sum exceeds MOST
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows). A target outside the vocabulary gives log p = NaN."""
+    """Join each row's partial sums to its statistics; NaN log-prob for a target outside the vocabulary. Grid (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
     token = token_of(ids, first, row)
     lanes = tl.arange(0, BLOCK)
