@@ -41,8 +41,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder for the model")
     parser.add_argument("--engine", choices=("vllm", "local"), default="vllm")
-    parser.add_argument("--tiny", action="store_true", help="for a CPU")
-    parser.add_argument("--json", type=Path, help="seconds and free bytes of each round")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a CPU")
+    parser.add_argument("--json", type=Path, help="write the seconds and free bytes of each round to this file")
     options = parser.parse_args()
     import torch
 

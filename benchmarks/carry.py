@@ -27,7 +27,7 @@ from pathlib import Path
 
 GPU = 90
 LEFT_OUT = (
-    "vllm/vllm-rs",  # its server in Rust
+    "vllm/vllm-rs",  # vLLM's server in Rust
     "vllm/vllm_flash_attn/_vllm_fa2_C*",  # Hopper uses FlashAttention 3
     "vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*", "vllm/third_party/tml_fa4/*",
     "vllm/_deepselect_C*", "vllm/_flashkda_C*", "vllm/_flashmla_*", "vllm/_qutlass_C*",  # attention of models that we lack
@@ -43,7 +43,7 @@ PIECE = re.compile(r"(?P<name>.+)\.(?P<number>\d+)of(?P<count>\d+)\.(?P<digest>[
 
 
 def entries(library: bytes) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield, per fat binary of a library, (kind, architecture, offset, bytes) of the code of each entry.
+    """Yield the entries of each fat binary of a library: (kind, architecture, offset of the code, size of the code in bytes).
 
     The layout is that of CUDA's fatbinary.h, as public decompressors read it. A fat binary is skipped unless its entries fill it
     exactly.
@@ -166,10 +166,14 @@ def join(folder: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", type=Path, nargs="+", metavar="FOLDER|FILE.whl", help="in the order of transfer")
+    parser.add_argument(
+        "sources", type=Path, nargs="+", metavar="FOLDER|FILE.whl", help="what to pack, in the order of transfer"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the pieces")
-    parser.add_argument("--piece-mib", type=int, default=48, help="most MiB of a piece")
-    parser.add_argument("--torch", type=Path, help="the torch package of the other machine's version, as installed")
+    parser.add_argument("--piece-mib", type=int, default=48, help="maximum size of a piece, MiB")
+    parser.add_argument(
+        "--torch", type=Path, help="folder of an installed torch package, of the version on the other machine"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     of_torch: set[str] = set()

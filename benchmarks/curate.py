@@ -116,7 +116,7 @@ def measure(num_rows: int, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=ROWS, help="prompts (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="number of prompts (default: %(default)s)")
     parser.add_argument("--json", help="also write the numbers to this file")
     options = parser.parse_args()
     if options.rows < 100:

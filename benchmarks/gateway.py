@@ -195,10 +195,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write every number to this file")
     parser.add_argument(
-        "--sessions", type=int, nargs="*", default=[64, 256, 1024], help=f"at once; multiples of {GROUP}"
+        "--sessions",
+        type=int,
+        nargs="*",
+        default=[64, 256, 1024],
+        help=f"numbers of concurrent sessions; multiples of {GROUP}",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="stages that are timed, of each number of sessions")
-    parser.add_argument("--turns", type=int, default=0, help="turns of the program and the native team; 0: calls alone")
+    parser.add_argument("--rounds", type=int, default=5, help="timed stages for each number of sessions")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="measured turns of the program and the native team; 0: measure calls only"
+    )
     options = parser.parse_args()
     from marsrl.trainer.machine import commit, device_name
 

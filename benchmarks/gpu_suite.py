@@ -305,18 +305,27 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="folder for report.md and results.tar.gz")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--model", type=Path, help="directory of the small chat model of examples/real_team")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that every part runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", help="parts whose name holds a word, in the order of the words"
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="run only parts whose names contain one of the words, in the order of the words",
     )
     parser.add_argument(
-        "--seconds", type=float, default=TOTAL_S, help="of this call on a GPU; %(default).0f by default"
+        "--seconds",
+        type=float,
+        default=TOTAL_S,
+        help="time limit of this call on a GPU, seconds (default: %(default).0f)",
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="an earlier results.tar.gz, absent at first: keep its parts"
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="results.tar.gz of an earlier call, whose parts are kept; may not exist yet",
     )
-    parser.add_argument("--commit", help="of these files, where they were copied without their history")
+    parser.add_argument("--commit", help="commit of these files, if they were copied without git history")
     options = parser.parse_args()
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ PLACES = {
 
 
 class PartClock:
-    """Clock that changes part where a method of PLACES begins or ends.
+    """Clock of a step's parts: time counts for the part whose method of PLACES runs, or else for REST.
 
     On a GPU it records events, without waiting: a part's seconds are the stream's time, idle gaps included. On a CPU it reads the
     process time.

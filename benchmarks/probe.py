@@ -237,7 +237,9 @@ def _line(row: Row) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--honest", type=int, default=0, help="syncs of random models, over all shapes")
+    parser.add_argument(
+        "--honest", type=int, default=0, help="number of syncs of random models, in total over all shapes"
+    )
     parser.add_argument("--kinds", nargs="+", choices=FAMILIES, default=["dense", "moe"])
     parser.add_argument("--layers", type=int, nargs="+", default=None)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])

@@ -87,8 +87,8 @@ def refill(tool: PythonInterpreter, num_warm: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
-    parser.add_argument("--calls", type=int, default=64, help="at once")
-    parser.add_argument("--rounds", type=int, default=3, help="of each set of calls")
+    parser.add_argument("--calls", type=int, default=64, help="number of concurrent calls")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each set of calls")
     options = parser.parse_args()
     most = max(options.calls, HONEST + len(HOSTILE))
     config = PythonTool(concurrency=most, warm=most, wall_s=5.0)

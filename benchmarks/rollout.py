@@ -196,12 +196,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
-    parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
+    parser.add_argument("--problems", type=int, default=64, help="number of new problems of the stage, 8 samples each")
+    parser.add_argument(
+        "--engines", type=int, help="compare this number of engines with one engine; each has one thread"
+    )
     parser.add_argument("--model", type=Path, help="directory of a chat model, in place of a random one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--engine", choices=("vllm", "local"), default="vllm", help="ours: vLLM or our own engine")
-    parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
+    parser.add_argument(
+        "--engine", choices=("vllm", "local"), default="vllm", help="engine of our side: vLLM, or our own engine"
+    )
+    parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may run ahead")
     options = parser.parse_args()
     if options.engines is not None and options.engines < 2:
         parser.error(f"--engines is {options.engines}; it is compared with one, so give 2 or more")

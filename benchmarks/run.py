@@ -250,21 +250,31 @@ def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="case", help=f"default: all; {', '.join(ORDER)}")
-    parser.add_argument("--all", action="store_true", help="every shape, also of the case whose first is the headline")
+    parser.add_argument("--all", action="store_true", help="measure every shape, also of the headline's case")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="write every number to this file")
     parser.add_argument(
-        "--base", metavar="REV", help="time our variant of this git revision too, in turns with this one"
+        "--base", metavar="REV", help="also time our variant of this git revision, in turns with the current one"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
-    parser.add_argument("--rounds", type=int, help="timed turns of every variant (default: 7; --quick: 2)")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds a table may take once 3 rounds are done")
-    parser.add_argument("--no-memory", action="store_true", help="leave peak memory out")
-    parser.add_argument("--profile", action="store_true", help="also the kernels that ours spends its time in")
-    parser.add_argument("--only", help="one variant alone, say `ours`")
-    parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, to check that every case runs")
+    parser.add_argument("--rounds", type=int, help="number of timed turns of every variant (default: 7; --quick: 2)")
     parser.add_argument(
-        "--shape", action="append", default=[], metavar="TEXT", help="shapes whose title holds this text"
+        "--budget", type=float, default=60.0, help="seconds per table; after them no new round starts once 3 are done"
+    )
+    parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
+    parser.add_argument(
+        "--profile", action="store_true", help="also list the kernels in which our variant spends its time"
+    )
+    parser.add_argument("--only", help="measure only this variant, for example `ours`")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="VARIANT", help="leave out this variant; repeatable"
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="measure only shapes whose titles contain this text; repeatable",
     )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -146,8 +146,8 @@ def table(clocks: Clocks, steps: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument("--config", help="as trainer/main.py takes it")
-    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="the same")
+    parser.add_argument("--config", help="configuration file, as for trainer/main.py")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings, as for trainer/main.py")
     options = parser.parse_intermixed_args()
     trainer = [*(["--config", options.config] if options.config else []), *options.settings]
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -16,11 +16,12 @@ agents in one micro-batch. It is compared with PEFT in the reference loop, one a
 trains all weights, whose update differs. Each variant has its own processes, with one thread per rank on a CPU. On a CPU, or
 with one rank, all variants are loaded at once and take turns, one step each; otherwise they run one after the other.
 
-tokens/s = all non-padding tokens of the given batch / seconds of the step, for everybody. Seconds:
-process time of one rank on a CPU, the clock where there are several or a GPU. Memory: the most over ranks, of a CPU peak RSS
-of the process minus its RSS once model and optimizer stand, of a GPU what torch allocated beyond that.
-MFU = FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak; the peak is
-the data sheet's bf16 of a known GPU, and on a CPU a large float32 product measured in the same process.
+tokens/s   all non-padding tokens of the given batch / seconds of the step, also for a variant that leaves out sequences.
+           Seconds are process time with one rank on a CPU, and wall-clock time with several ranks or on a GPU.
+memory     peak during the step beyond the memory held once model and optimizer exist; the maximum over ranks. On a CPU this
+           is the process's resident memory, on a GPU torch's allocations.
+MFU        FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak. The peak
+           is the data sheet's bf16 rate of a known GPU; on a CPU, that of a large float32 product in the same process.
 
 --parts splits a step of ours on one rank, for each value of policies.<name>.recompute, into forward passes (the head's FLOPs,
 whose gradients are computed there, and a third of the others), backward passes with their recomputation, the optimizer, and the
@@ -220,30 +221,38 @@ def main() -> int:
     parser.add_argument(
         "--model", default="bench", help="bench, qwen3_30b_a3b_slice or slice_tiny; or a model's directory"
     )
-    parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="default: the model's of the benchmark, else float32")
     parser.add_argument(
-        "--layout", nargs="+", default=[], metavar="SIZE", help="tensor=2 expert=2 context=2 pipeline=2"
+        "--dtype", choices=tuple(TOLERANCE), help="default: dtype of the benchmark's model, or float32 for a directory"
     )
     parser.add_argument(
-        "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
+        "--layout",
+        nargs="+",
+        default=[],
+        metavar="SIZE",
+        help="sizes of the parallel layout: tensor=2 expert=2 context=2 pipeline=2",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also list the kernels in which our variant spends its time, on one rank"
     )
     parser.add_argument(
         "--parts",
         nargs="*",
         metavar="RECOMPUTE",
-        help=f"instead: parts of our step on one rank with these values; default: {', '.join(RECOMPUTE)}",
+        help=f"measure only the parts of our step on one rank, with these values; default: {', '.join(RECOMPUTE)}",
     )
     parser.add_argument(
-        "--micro-batch", type=int, metavar="TOKENS", help="size of a micro-batch; the batch grows with it"
+        "--micro-batch", type=int, metavar="TOKENS", help="tokens of a micro-batch; the batch grows in proportion"
     )
-    parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
+    parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, which has DMMPT on")
     parser.add_argument(
         "--adapter",
         nargs="*",
         metavar="TARGET",
-        help="adapters of four agents in place of all weights; default: of attention, then of attention and experts",
+        help="train adapters of four agents on these targets; default: attention, then attention and experts",
     )
-    parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="VARIANT", help="leave out this variant; repeatable"
+    )
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -122,8 +122,10 @@ def measure_filters(run: RunDirectory) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--samples", type=int, default=1_000_000, help="of the made-up run (default: %(default)s)")
-    parser.add_argument("--folder", help="where the run is made (default: a temporary folder)")
+    parser.add_argument(
+        "--samples", type=int, default=1_000_000, help="number of samples of the synthetic run (default: %(default)s)"
+    )
+    parser.add_argument("--folder", help="folder for the synthetic run (default: a temporary one)")
     parser.add_argument("--json", help="also write the numbers to this file")
     options = parser.parse_args()
     if options.samples < PER_STEP:

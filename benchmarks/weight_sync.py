@@ -275,18 +275,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument(
-        "--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending; 0: tiny"
+        "--mib",
+        type=int,
+        nargs="+",
+        default=[64, 256, 1024],
+        help="sizes of the weights in MiB, ascending; 0: many tiny tensors",
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--bucket-mib", type=int, default=64, help="what ipc and nccl send at once")
+    parser.add_argument(
+        "--bucket-mib", type=int, default=64, help="size of a bucket, which ipc and nccl send at once, MiB"
+    )
     parser.add_argument(
         "--changed",
         type=float,
         nargs="*",
         default=[0.008, 0.045, 0.2],
-        help="shares of the numbers that change: sync.delta",
+        help="shares of the parameters that change, for sync.delta",
     )
-    parser.add_argument("--adapters", type=int, nargs="+", help="publish so many adapters of a tiny base instead")
+    parser.add_argument(
+        "--adapters", type=int, nargs="+", help="instead, publish these numbers of adapters of a tiny base"
+    )
     options = parser.parse_args()
     import torch
 

@@ -83,7 +83,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]]:
-    """Yield kernels of other projects that ours can use: (name, why not, function)."""
+    """Yield kernels of other projects that ours can use: (name, reason why it cannot run or None, function)."""
     for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
         reason = flash.machine_lacks(version) or flash.why_not(version, q)
         yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)

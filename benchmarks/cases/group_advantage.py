@@ -34,7 +34,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _eager(rewards: Tensor, group_of: Tensor) -> Tensor:
-    """Compute it by index_add, without missing rewards, groups of one, or checks."""
+    """Compute the advantages by index_add, without missing rewards, groups of one, or checks."""
     zeros = torch.zeros_like(rewards)
     count = zeros.index_add(0, group_of, torch.ones_like(rewards)).clamp(min=1)
     centred = rewards - (zeros.index_add(0, group_of, rewards) / count)[group_of]
@@ -43,7 +43,7 @@ def _eager(rewards: Tensor, group_of: Tensor) -> Tensor:
 
 
 def _loop(rewards: Tensor, group_of: Tensor) -> Tensor:
-    """Compute it as other trainers do: a dictionary of lists, then a loop over groups."""
+    """Compute the advantages as other trainers do: a dictionary of lists, then a loop over groups."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_of.tolist()):
         members.setdefault(group, []).append(index)

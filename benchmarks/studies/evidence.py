@@ -297,11 +297,11 @@ def plan(jobs: Sequence[Job], results: Results) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", action="store_true", help="train what is missing")
+    parser.add_argument("--run", action="store_true", help="train the arms and seeds without a result")
     parser.add_argument(
-        "--only", nargs="+", default=[], choices=[*STUDIES, *GAMES, "foreign"], help="some of the studies"
+        "--only", nargs="+", default=[], choices=[*STUDIES, *GAMES, "foreign"], help="run only these studies"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent trainings (default: 1)")
     parser.add_argument("--warm-start", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm_start:

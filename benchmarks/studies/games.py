@@ -118,10 +118,16 @@ def main(game: Game, description: str | None) -> None:
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="directory for models and runs")
-    parser.add_argument("--arms", nargs="*", choices=game.arms, default=list(game.arms), help="none: make the starts")
+    parser.add_argument(
+        "--arms",
+        nargs="*",
+        choices=game.arms,
+        default=list(game.arms),
+        help="arms to train (default: all); without names, only make the initial models",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--json", type=Path, help="write all numbers, with commit and versions")
-    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="of every training")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="additional settings of every training")
     options = parser.parse_intermixed_args()
     folder, records = options.folder.absolute(), list[dict[str, Any]]()
     around = {"device": device_name(), "versions": library_versions(LIBRARIES), "commit": commit()}

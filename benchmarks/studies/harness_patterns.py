@@ -2,10 +2,15 @@
 
     python benchmarks/studies/harness_patterns.py [--patterns append_only branches] [--json FILE]
 
-Each pattern plays two sessions of 8 turns through the gateway, with rewards 1 and 0. fed: tokens of samples with a reward, which
-the trainer computes; once: the same with each prefix that samples of a session share counted once; trained: sampled tokens with a
-gradient, of those drawn; credit: advantages of the samples of the first and of the second session; why: why the first sample that
-does not continue an earlier one does not. Whether a call that is cut off extends its sample first differs by run.
+Each pattern plays two sessions of 8 turns through the gateway, with rewards 1 and 0. Columns:
+
+    fed       tokens of samples with a reward, all of which the trainer computes
+    once      the same tokens, with a prefix that several samples of a session share counted once
+    trained   sampled tokens with a gradient, and all sampled tokens
+    credit    advantages of the samples of the first session, and of the second
+    why       reason why the first sample that does not continue an earlier one is a new sample
+
+A call that is cut off may extend its sample first or not, which differs between runs.
 """
 
 from __future__ import annotations
@@ -251,7 +256,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [pattern.__name__ for pattern in PATTERNS]
-    parser.add_argument("--patterns", nargs="+", choices=names, default=names, metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--patterns", nargs="+", choices=names, default=names, metavar="NAME", help="patterns to play (default: all)"
+    )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
     logging.disable(logging.ERROR)

@@ -7,7 +7,7 @@ from openenv.core import GenericEnvClient
 
 
 class Play:
-    max_tokens = 16  # per turn
+    max_tokens = 16  # maximum tokens of a turn
 
     def reset(self, problem):
         self.server = GenericEnvClient(os.environ.get("OPENENV_URL", "http://127.0.0.1:8000")).sync()

@@ -5,4 +5,4 @@ from marsrl.rollout.gateway.textarena_games import Game
 
 class TicTacToe(Game):
     game = "TicTacToe-v0"
-    max_tokens = 48  # per turn
+    max_tokens = 48  # maximum tokens of a turn

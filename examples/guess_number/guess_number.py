@@ -35,7 +35,7 @@ class GuessNumber:
     less.
     """
 
-    max_tokens = 16  # per turn
+    max_tokens = 16  # maximum tokens of a turn
 
     def reset(self, problem: SimpleNamespace) -> str:
         self.number, self.turns = int(problem.answer), 0

@@ -6,9 +6,9 @@ LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 
 
 class TicTacToe:
-    """Fields are numbered 0 to 8, row by row; a move is the last word of a player's answer."""
+    """Game on fields 0 to 8, row by row. A move is the last word of a player's answer."""
 
-    max_tokens = 40  # per turn
+    max_tokens = 40  # maximum tokens of a turn
 
     def reset(self, problem):
         fields = "".join(random.Random(problem.id).sample("012345678", 4))

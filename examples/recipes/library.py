@@ -6,7 +6,7 @@ from marsrl.rollout.types import Message
 
 
 class Library(Orchestration):
-    """One query, one search, one answer."""
+    """Team of one query, one search and one answer."""
 
     agents = (AgentSpec("seeker", Role.ADVISER), AgentSpec("reader"))
     tools = ("search",)

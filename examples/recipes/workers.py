@@ -8,7 +8,7 @@ ADVICE = ("Estimate first.", "Go step by step.", "Check your result in another w
 
 
 class Workers(Orchestration):
-    """Failed workers are left out; the editor's answer counts."""
+    """Team of parallel workers and an editor, whose answer counts. Failed workers are left out."""
 
     agents = (AgentSpec("worker"), AgentSpec("editor"))
 
