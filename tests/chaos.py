@@ -57,13 +57,14 @@ END_S = 300.0  # time for a run to end after a fault that ends it
 SURVIVE_S = 400.0  # time for a run to train again after a fault that it survives
 FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
-# The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
+# Kinds of faults. Each function strikes a training run, and returns the pattern of what the user sees; docs/faults.md explains
+# it.
 
 GO_ON = r"is intact: resume by adding .*run\.resume=auto"
 NOTHING_YET = r"it has no checkpoint yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
 STOPPING = "stopping after saving the last finished step"  # a rank may log this before it learns that another died
-# a start after remove-latest that is stopped before its first checkpoint still finds none that is named
+# after remove-latest, `latest` is missing until the next checkpoint, also if the resumed run is stopped before it
 STILL_REMOVED = r"latest (is missing|names \w+).*run\.resume=previous"
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted before the run began"
 

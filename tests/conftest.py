@@ -38,9 +38,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
 if settings.get_current_profile_name() == "default":
-    settings.load_profile("ci")  # the same examples on every machine, and as long for each as it takes
-# Folders and files whose tests share ranks, engines or runs, or wait long: one process has them, one after the other. Other
-# files have a process to themselves, after these. The longest first, so that the last ones are short.
+    settings.load_profile("ci")  # hypothesis: the same examples on every machine, and no time limit for an example
+# Folders and files whose tests share ranks, engines or runs, or wait long: all tests of an entry run in one process. All other
+# files follow, each in one process. Long ones come first, so that the processes end at about the same time.
 TOGETHER = {
     # first, because a process that trains with our shim of Megatron cannot compile
     "compiled": ("tests/kernels/test_traced_ops.py",),

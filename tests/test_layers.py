@@ -49,8 +49,9 @@ def test_nothing_imports_upward() -> None:
     assert not wrong
 
 
-# The rooms of each layer, and what each imports of its own layer's rooms. Files beside them (types, team, loop, run) are no
-# rooms: the data contract below all of them, and the files that assemble them above. Each may read the settings, trainer/config.
+# The rooms (folders) of each layer, with the rooms of the same layer that each imports. Files beside the rooms are not listed:
+# the data contract (types) is below all rooms, and files that assemble rooms (team, loop, run) are above them. Each room may
+# import the settings, trainer/config.
 ROOMS = {
     "rollout": {
         "agents": "",

@@ -49,7 +49,7 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
 ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
 AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
 OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
-# agent; its parsed output; reward of the solution that it was shown; the task's judgement; its reward, or why it is missing
+# Columns: agent; its parsed output; reward of the solution that it read; the task's judgement; its reward, or why that is missing
 REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
@@ -188,7 +188,7 @@ FLAGS = {"verdict": False, "shown": "t"}
 
 HANDED_ON: list[
     tuple[str, Sample, bool, bool]
-] = [  # receiver; with the defaults; with handing on of unparsable outputs
+] = [  # columns: receiver; with the defaults; if unparsable outputs are handed on
     ("verifier1", sample("good", **RIGHT), True, True),
     ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
     ("verifier1", sample("in a thought", correct=0.0), False, False),
@@ -246,7 +246,7 @@ def test_an_outcome_is_the_mean_correctness_of_the_leaves() -> None:
     truth = {"solver:0": 1.0, "solver:1": 0.0}
     assert found[f"{judged}/verifier1:0"] == truth[judged]  # a leaf counts the solution that it judged
     assert found[f"{report}/corrector1:0"] == 1.0 and found[f"{report}/corrector1:1"] == 0.0
-    assert found[f"{judged}/verifier1:2"] == 0.25  # it judged no solution, so its own value counts
+    assert found[f"{judged}/verifier1:2"] == 0.25  # this leaf judged no solution, so its own value counts
     assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
     assert math.isnan(found["solver:2"])
     # Leaves without a judgement are left out.

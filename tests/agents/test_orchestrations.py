@@ -142,7 +142,7 @@ def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
     for settings, num_asks in (({}, 3), ({"missing_verdict": "correct"}, 2), ({"parser": "compat"}, 2)):
         episode = play(team(**settings), script("\\boxed{1}", "no tag", "\\boxed{1}"))
         (report,) = list(episode.answers.values())[1]
-        # A format error, whatever follows from it.
+        # A format error earns nothing, whatever follows from it.
         assert len(episode.asks) == num_asks and report.reward.value == 0
 
 

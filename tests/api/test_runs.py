@@ -28,7 +28,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 CALLS = list[str]()
-"""Answers judged by Sevens since the last reset; with INTERRUPTS it interrupts at the tenth."""
+"""Answers judged by Sevens since the last reset. With INTERRUPTS the tenth answer interrupts the run."""
 INTERRUPTS = list[bool]()
 
 

@@ -35,7 +35,8 @@ def test_no_number_is_printed_for_a_wrong_kernel() -> None:
 def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["linear_policy_loss", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
-    compiled = ("torch F.linear_cross_entropy", "torch.compile")  # half a minute each: in both processes
+    # Variants that take half a minute each, in both processes.
+    compiled = ("torch F.linear_cross_entropy", "torch.compile")
     skipped = [name + rows for name in compiled for rows in ("", ", unmasked rows only")]
     few = ["--shape", "mask share 0.5", *(word for name in skipped for word in ("--skip", name))]
     done = call(str(BENCHMARKS / "run.py"), *words, *few)
@@ -139,7 +140,8 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
     """A dense model; the gradient norms are compared before anything is printed."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # a second, which other tests do not spend
+    # Imported here: it takes a second, which other tests need not spend.
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=48, **sizes)

@@ -69,7 +69,7 @@ _SUMS_DIFFER = 2e-4
 
 
 def goes_on(name: str) -> str:
-    """A pattern for the end of a run's last line."""
+    """Return a pattern that matches the end of a run's last line."""
     folder = f"{SHARED}/runs/{name}/checkpoints"
     return rf"checkpoint {folder}/step_\d+ \(step \d+\) is intact: resume by adding run\.name={name} run\.resume=auto"
 

@@ -70,8 +70,8 @@ class Desk:
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
-        """Return the command's arguments with real paths, also in its config file. model(name): a model's directory; `rest`: for
-        three dots.
+        """Return the command's arguments with real paths, also in its config file. model: function from a model's name to its
+        directory. rest: words in place of three dots.
         """
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 Reply = Callable[["Handler", dict[str, Any], int], None]
-"""(handler, the request's JSON, number of equal requests before): sends the whole answer."""
+"""Function (handler, the request's JSON, number of equal requests before) that sends the whole answer."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ def perturbed(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Te
 
 
 class WholeModel:
-    """HeldWeights of a single rank. exported: what a sync by files gets."""
+    """HeldWeights of a single rank. exported: tensors that a sync by files writes."""
 
     device = torch.device("cpu")
 
@@ -99,7 +99,7 @@ class GivenLearner:
         scores: Callable[[], TrainerScores],
         exported: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        """exported: tensors that go to files; default: `tensors`."""
+        """Create the learner. exported: tensors that a sync by files writes; default: `tensors`."""
         self._held = WholeModel(tensors, tensors.items() if exported is None else exported)
         self._scores = functools.cache(scores)
 

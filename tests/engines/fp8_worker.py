@@ -1,9 +1,9 @@
 """vLLM's FP8 layers of an H100, without one: `python fp8_worker.py FOLDER RANK WORLD CASE...`, JSON to stdout.
 
-PyTorch and vLLM are told of H100s, for good: hence a process of its own. vLLM builds its layers, loads a checkpoint and
-rounds it by its own code, with all tensors in this host's memory; no kernel multiplies by them. Then our worker receives
-another checkpoint. A case is the name of two checkpoints in FOLDER, NAME and NAME_changed; NAME+spread: with whole experts on
-each GPU. The first case has experts, or vLLM makes no group for them.
+This process pretends to PyTorch and vLLM that it has H100s, which cannot be undone, so it runs nothing else. vLLM builds its
+layers, loads a checkpoint and rounds it by its own code, with all tensors in this host's memory; no kernel multiplies by them.
+Then our worker receives another checkpoint. A case is the name of two checkpoints in FOLDER, NAME and NAME_changed; NAME+spread:
+with whole experts on each GPU. The first case must have experts: otherwise vLLM would make no process group for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUCKET = 40_000  # bytes: a few experts, and less than a matrix of attention
 
 
 def loaded(config: Any) -> nn.Module:
-    """The model with its checkpoint, as vLLM's worker loads it."""
+    """Return the model with its checkpoint, as vLLM's worker loads it."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model_loader
 
@@ -81,7 +81,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -> tuple[dict[str, int], dict[str, int]]:
-    """Checksums that one trainer rank expects of the worker, and those that it reports."""
+    """Return the checksums that one trainer rank expects of the worker, and the checksums that the worker reports."""
     sender = kind(Ranks(0, 1, lambda told: told or b"", lambda told: [told]), torch.bfloat16, bucket_bytes=BUCKET)
     weights = WholeModel(tensors_of(folder), ())
     sender.agree(weights, [worker.marsrl_shard()])
@@ -102,7 +102,7 @@ def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -
 
 
 def flips(worker: Any, model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Each FP8 parameter and the tensors whose checksum changes with its last bit."""
+    """Yield each FP8 parameter and the tensors whose checksums change if its last bit is flipped."""
     right = worker.marsrl_received_checksums()
     for name, tensor in model.named_parameters():
         if tensor.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv"):
@@ -181,7 +181,7 @@ def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:
     alone = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(lambda cls: alone)  # type: ignore[method-assign, assignment]
 
-    # What vLLM has found out about a model class it writes into ~/.cache.
+    # Keeps vLLM from caching in ~/.cache what it finds out about a model class.
     _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
     print(json.dumps({case: findings(folder, case, rank, world) for case in cases}))
 

@@ -356,7 +356,7 @@ def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def sync(engine):
-    """sync(learner, version)"""
+    """Yield the publish function of a sync by files: sync(learner, version)."""
     made = FileSync(CheckedEngines(pool_of(engine), vocab_size=160), torch.bfloat16, precision=FP8)
     yield made.publish
     made.close()

@@ -362,7 +362,8 @@ def test_a_result_waits_a_tenth_of_its_time_for_others():
     engine, thread = started(30, 60)
     for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
         thread.submit(asks(*lengths), version=0)
-        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
+        # The first is due at step 22, a tenth after step 20; then at step 51, after step 50.
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together
         engine.go[halt].set()
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is running
 
@@ -373,7 +374,7 @@ def test_results_that_nothing_follows_from_come_all_together():
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
     engine.on_clock = engine.go[41].set  # the given time begins before the next step
-    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not longer than the given time
+    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # results wait no longer than the given time
     assert thread.collect(0.0, is_urgent=True).value == []
     engine.go[130].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]

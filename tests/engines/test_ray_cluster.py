@@ -74,7 +74,7 @@ cluster.close()
 
 
 def told(program: str, *words: str, **variables: str) -> list[str]:
-    """Return the lines that a program prints. variables: added to this process's."""
+    """Return the lines that a program prints. variables: environment variables in addition to this process's."""
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         env={**os.environ, **variables},
@@ -168,7 +168,7 @@ def test_a_cluster_is_joined_with_its_token_or_says_so(head: tuple[str, Path], t
     assert said[3] == "fine"
     assert said[4].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=0,1,2,3")
     assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), but the host has no trainer rank")
-    # There are enough of them.
+    # The cluster has room for the engines.
     assert said[6:8] == ["fine"] * 2
     assert said[8].startswith(
         "no room for the engines: 4 GPU(s) needed, 2 on one host for each, but the Ray cluster at "

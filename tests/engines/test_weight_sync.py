@@ -37,11 +37,11 @@ from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
 
 
 class ListeningEngine(LocalEngine):
-    """Calls `listener` before an update, and passes its receipt through `alters`."""
+    """Engine that calls `listener` before an update, and passes the receipt of the update through `alters`."""
 
     listener = staticmethod(lambda: None)
     alters = staticmethod(lambda receipt: receipt)
-    num_broken = 0  # how many of the next receipts report a broken transfer
+    num_broken = 0  # number of next receipts that report a broken transfer
 
     def update_weights(self, update):
         self.listener()
@@ -214,7 +214,7 @@ class Desk:
         self.version = 0
 
     def change(self, share: float) -> int:
-        """Change about this many numbers; return how many of them change in the engine's dtype."""
+        """Change about this share of the weights; return the number of weights that change in the engine's dtype."""
         generator = torch.Generator().manual_seed(self.version)
         num_changed = 0
         for name, tensor in self.tensors.items():
@@ -303,7 +303,7 @@ MANY = 1 << 20  # numbers: more than sockets buffer
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
-    """One trainer rank meets one engine of one shard; whoever waits for HUNG_S hangs."""
+    """Yield a meeting point of one trainer rank and one engine shard; a wait that lasts HUNG_S would hang the test."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HUNG_S))
     yield Rendezvous("session", "127.0.0.1", server.port, "nccl", 1, 1, "float32", MANY, HUNG_S)
 
@@ -316,7 +316,7 @@ Wait = Callable[[], object]
 
 
 def between(move: Callable[[GroupConnection, GroupConnection], object]) -> Callable[[Rendezvous], Wait]:
-    """A transfer between a rank and a shard that both have joined."""
+    """Return a wait for `move`, a transfer between a rank and a shard that have both joined."""
 
     def met(rendezvous: Rendezvous) -> Wait:
         with ThreadPoolExecutor(2) as threads:
@@ -348,7 +348,7 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 @pytest.mark.parametrize("who", WAITS)
 def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who: str) -> None:
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(WAITS[who](rendezvous))  # the waiting ones have met
+        waiting = thread.submit(WAITS[who](rendezvous))  # both sides have connected
         assert not wait([waiting], timeout=0.5).done
         store = TransferStore(rendezvous)
         store.give_up("its process has died")
@@ -363,7 +363,7 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
         store = TransferStore(replace(rendezvous, timeout_s=0.3), rendezvous.client())
         GroupConnection(store, 0, CPU)
     assert time.monotonic() - start >= 0.3
-    with pytest.raises(TransferBroken, match="waiting for member1"):  # and the others know
+    with pytest.raises(TransferBroken, match="waiting for member1"):  # the other members get the same reason
         TransferStore(rendezvous).check()
     TransferStore(replace(rendezvous, session="another")).check()
 

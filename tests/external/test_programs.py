@@ -29,7 +29,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 SMALL = ("run.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.num_problems=2")
-TRAINS = "loss.entropy_coef=0.01"  # also if all rewards of a model with random weights are equal
+TRAINS = "loss.entropy_coef=0.01"  # trains even if all rewards of a model with random weights are equal
 
 
 Made = Callable[[str], Path]
@@ -107,7 +107,7 @@ def hands_off_once(request: DecodeRequest) -> str:
 
 @contextmanager
 def openenv_server(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The server of examples/external/, where OPENENV_URL says."""
+    """Run the server of examples/external/ at the address in OPENENV_URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")

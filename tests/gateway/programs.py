@@ -105,8 +105,8 @@ def playing(
     sums_turns: bool = False,
     counting: Counting | None = None,
 ) -> Iterator[Played]:
-    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: those of tool calls and of
-    thoughts; key: the workers'; renderer, clock, sums_turns: the gateway's.
+    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: parsers of tool calls and
+    of thoughts. key: the workers' key. renderer, clock, sums_turns: arguments of the gateway.
     """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})

@@ -38,7 +38,7 @@ def run(problem, client):
 
 
 class InTurn(Orchestration):
-    """The same as a native team. by_turn: the Solver's first turn has its own reward."""
+    """Native team that plays like the program. by_turn: the Solver's first turn has its own reward."""
 
     name = "in_turn"
     by_turn = False
@@ -81,7 +81,7 @@ class InTurnPriced(InTurn):
 
 @dataclass(frozen=True)
 class Trained:
-    """A step on a batch. norms: the gradient's norm, and each agent's share of it. checksum: that of the new weights."""
+    """A step on a batch. norms: the gradient's norm, and each agent's share of it. checksum: checksum of the new weights."""
 
     credited: Credited
     norms: tuple[float | None, ...]

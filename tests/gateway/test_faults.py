@@ -260,7 +260,8 @@ def test_a_url_with_the_key_needs_no_other_key(model: Path, tmp_path: Path, capl
 
 
 class SolverLast(ScriptedEngine):
-    """The Solver's last answer comes when its session asks the Verifier a second time. num_turns: turns of the Solver."""
+    """Engine that gives the Solver's last answer only when its session asks the Verifier again. num_turns: turns of the
+    Solver."""
 
     def __init__(self, num_turns: int) -> None:
         super().__init__(lambda request: [5, 6])

@@ -50,7 +50,7 @@ class Clone:
         shutil.copy(ROOT / "Makefile", self.folder)
         script = (ROOT / "constraints/install.sh").read_text()
         assert '  cuda) VERSIONS="3.12"' in script
-        # The wheels are stand-ins, so that the Python of the tests does for both sets.
+        # The wheels are stand-ins, so the Python of the tests can install both sets.
         (self.folder / "constraints/install.sh").write_text(script.replace('VERSIONS="3.12"', 'VERSIONS="3.11 3.12"'))
         (self.folder / "constraints/install.sh").chmod(0o755)
         for device, lock in LOCKS.items():

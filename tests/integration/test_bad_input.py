@@ -128,7 +128,7 @@ def train(files: str, task: str = "math") -> list[str]:
 def test_data_and_models_that_cannot_be_used_are_named(
     words: list[str], says: str, tmp_path: Path, refusal: Refusal
 ) -> None:
-    """%s: the folder of FILES."""
+    """%s stands for the folder of FILES."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     message = refusal(*(word.replace("%s", str(tmp_path)) for word in words))

@@ -39,7 +39,7 @@ Say = Callable[[str], str]
 
 @pytest.fixture
 def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
-    """engines(team, judge): all engines answer with these, given a sample's uid or the answer that is judged."""
+    """Yield engines(team, judge), which makes all engines answer by these functions of a sample's uid and of a judged answer."""
     renderer = ChatRenderer(model)
 
     def says(request: DecodeRequest, team: Say, judge: Say) -> str:

@@ -76,7 +76,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
                 patch.setattr(kind, method, struck)
             publish(group, is_new)
-        assert next(numbers) > 3  # buckets
+        assert next(numbers) > 3  # there was a third bucket
         found.append((sync._sender.kind, pool.generation))
 
     monkeypatch.setattr(run, "publish", published)
@@ -84,7 +84,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
 
 def strikes(run: Run) -> threading.Thread:
-    """Kills the engine when it decodes in step 3 or soon after, and Ray's head in step 5 or soon after."""
+    """Start a thread that kills the engine when it decodes, from step 3 on, and Ray's head from step 5 on."""
     assert run.driver is not None
     pool = run.driver.team.pools["main"]
 

@@ -61,7 +61,7 @@ CALLS: list[str] = []
 
 
 class Recorded(ScriptedWithWeights):
-    """Records its calls. While asleep it refuses to serve, like ScriptedEngine."""
+    """Engine that records its calls in CALLS. While asleep it refuses to serve, like ScriptedEngine."""
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         CALLS.append("submit")
@@ -329,7 +329,7 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
 def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false", *BRIEFLY)
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
-    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # another one is due after this time
+    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # time after which another checkpoint is due
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
     assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false

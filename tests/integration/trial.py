@@ -66,7 +66,7 @@ class Trial:
     disk: Path | None = None
     life: Life | None = None
     num_lives: int = 0
-    resume: str = ""  # how to continue, according to the last line
+    resume: str = ""  # command to continue, from the last line
     forgiven: set[str] = field(default_factory=set)  # checkpoints that we damaged, named in a refusal
     pids: set[int] = field(default_factory=set)  # process ids of trainers
     sessions: SessionsBook | None = None

@@ -13,7 +13,7 @@ from marsrl.kernels import explain
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CALLS: dict[str, Taken] = {**HEADS, **MORE, **OPS}
 WITHOUT_TIERS = ("pack", "kept_rows")
-"""PyTorch's operations, on any device."""
+"""Ops without implementations to choose from: they consist of PyTorch's operations, on any device."""
 
 
 def force(monkeypatch: pytest.MonkeyPatch, name: str, tier: str) -> None:

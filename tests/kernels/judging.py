@@ -14,8 +14,8 @@ Function = Callable[..., Any]  # from tensors that have a gradient to one or sev
 def run(
     function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs of the function with gradients of the leaves, and the gradients of the outputs: upstream, in any dtype, or, where
-    that is None, random ones of the first leaf's dtype."""
+    """Return (outputs of the function and gradients of the leaves, gradients of the outputs). upstream: gradients of the outputs,
+    in any dtype; None: random ones in the first leaf's dtype."""
     leaves = [each.detach().requires_grad_() for each in leaves]
     found = function(*leaves)
     outputs = found if isinstance(found, tuple) else (found,)
@@ -38,10 +38,11 @@ def judge(
     apart: Sequence[Tensor | None] | None = None,
     repeats: bool = True,
 ) -> list[Tensor]:
-    """Outputs and gradients of ours, each as accurate as assert_accurate wants it; with the same bits where it repeats.
+    """Check outputs and gradients of `ours` by assert_accurate, and return them.
 
-    names: of the outputs and then of the leaves' gradients; so are terms, scales and apart, which are assert_accurate's. terms
-    are given where a library forms products. plain: the same without a kernel; None: the definition at the leaves' dtypes.
+    names: names of the outputs, then of the leaves' gradients. terms, scales, apart: arguments of assert_accurate, in the order
+    of names; terms is needed for products by a library. plain: the function without a kernel; None: the definition at the leaves'
+    dtypes. repeats: also check that a second run gives the same bits.
     """
     num = len(names)
     found, upstream = run(ours, leaves, upstream)

@@ -123,8 +123,8 @@ def _loss_tensors() -> Tensors:
 
 
 def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
-    """Call the op on its tensors by name; support has three. words: none of the numbers for a compiled op, since a compiler would
-    not take them for constants.
+    """Return a function that calls the op on its tensors by name (a support has three). words: further arguments of the op; no
+    numbers for a compiled op, since a compiler would not treat them as constants.
     """
 
     def run(tensors: Tensors) -> list[Tensor]:

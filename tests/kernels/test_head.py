@@ -37,8 +37,8 @@ PLAIN = PolicyObjective(mpt_probability=None)
 
 @dataclass(frozen=True)
 class Tier:
-    """An implementation, by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary for every test. chunks: makes
-    the head hold this many rows of that vocabulary at a time.
+    """An implementation, by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary for every test. chunks: function
+    that limits the head to this many rows of that vocabulary at a time.
     """
 
     implementation: str

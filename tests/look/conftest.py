@@ -38,7 +38,7 @@ def viewer(runs: list[Path]) -> Iterator[str]:
 
 @pytest.fixture(
     scope="module"
-)  # while it lives, asyncio.run fails in this thread, because Playwright's loop counts as running
+)  # while Playwright runs, asyncio.run fails in this thread, because Playwright's loop counts as running
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:

@@ -22,7 +22,7 @@ class Watched:
         self.page.on("request", lambda request: self.asked.append(request.url))
 
     def open(self, query: str) -> None:
-        """Go there, and wait until everything is shown."""
+        """Open the address with this query, and wait until everything is shown."""
         self.page.goto(f"{self.origin}{query}")
         self.page.wait_for_selector("main")
         self.page.wait_for_load_state("networkidle")

@@ -64,7 +64,7 @@ class Halves:
         return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Both receive at the same time, as two processes would."""
+        """Let both shards receive at the same time, as two processes would."""
         plans = [decode(ReceivePlan, each) for each in update.receive_plans]
         layouts = [shard_layout(plan.shapes, plan.shard) for plan in plans]
         self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
@@ -75,7 +75,7 @@ class Halves:
 
 
 class SpoilingEngine(LocalEngine):
-    """Flips one bit of the tensor `spoils`, once it has arrived."""
+    """Engine that flips one bit of the tensors `spoils`, once they have arrived."""
 
     def __init__(self, model: str, dtype: str) -> None:
         super().__init__(EngineSpec("local", model, dtype, 128))
@@ -187,7 +187,7 @@ class Publishing:
         """
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):
-            # They score nothing, so no version is compared.
+            # Halves score nothing, so no version is compared.
             sync = self.direct(self.new(Halves, 2, experts == "spread"), kind, verify_every=100)
             sync.publish(self.learner, 1)
             name = f"{kind}_{experts}"

@@ -83,14 +83,14 @@ class Flash(torch.autograd.Function):
 
 
 def fused_qkv(heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """q of its own memory; k and v as views of one tensor, as the learner's values are."""
+    """Return q with its own memory, and k and v as views of one tensor, as in the learner."""
     torch.manual_seed(0)
     kv = torch.randn(24, heads, 32)
     return torch.randn(24, 2, 16), kv[..., 16:], kv[..., :16]
 
 
 def kept_attention(attend: Any) -> tuple[Any, list[Any]]:
-    """KeptAttention of tensors that are gone, and weak references to their memory."""
+    """Return the KeptAttention of tensors that no longer exist, and weak references to the memory of q and k."""
     from marsrl.trainer.learner.megatron.attention import KeptAttention
 
     q, k, v = fused_qkv()

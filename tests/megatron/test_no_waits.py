@@ -40,7 +40,7 @@ def caller() -> str:
     """Return the innermost file of ours (from its room on) or of megatron's."""
     for frame, _ in walk_stack(sys._getframe(2)):
         file = frame.f_code.co_filename
-        is_ours = file.startswith(OURS) and not file.endswith("/shim.py")  # everything goes through that one
+        is_ours = file.startswith(OURS) and not file.endswith("/shim.py")  # every operation passes through the shim
         if is_ours or "/megatron/core/" in file:
             return file.removeprefix(ROOT)
     return "elsewhere"

@@ -23,9 +23,9 @@ GRAD_CLIP = 0.01
 
 
 class TwoMemories(TorchFunctionMode):
-    """Inside the block, Megatron's offloading code sees every tensor on a GPU, except copies made by .cpu() and copies of those.
+    """Block in which Megatron's offloading code takes every tensor for a GPU's, except copies made by .cpu() and their copies.
 
-    A host tensor has the attribute `in_host_memory`. Nothing moves; only that code gets another answer from is_cuda.
+    Such a host tensor has the attribute `in_host_memory`. Nothing moves; is_cuda merely has another value for that code.
     """
 
     COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)
@@ -63,7 +63,8 @@ def steps(learner: Learner, count: int) -> list[float]:
 
 
 def norm_of_first_moments(learner: Learner) -> float:
-    """Clipping scales the moments; AdamW's step divides by their size, which hides it."""
+    """Return the norm of AdamW's first moments, which shows clipping; the steps do not, since AdamW divides by the moments'
+    size."""
     states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())
 

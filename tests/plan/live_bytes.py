@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Runs in the calling thread. gloo queues every other operation of c10d for its own thread.
+# These run in the calling thread. gloo queues every other operation of c10d for its own thread.
 POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that an operation creates until it is freed; `peak` is the maximum alive at once.
+    """Counter of the bytes of every storage that an operation creates, until it is freed. peak: maximum of the sum.
 
     Tensors that existed before are not counted; add their bytes yourself. Collectives run on uncounted copies: gloo's thread
     releases a collective's tensors some time after the waiting thread continues, so that the peak would depend on scheduling.
@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> LiveBytes:
-        """Recomputation empties and refills storages, which no operation shows."""
+        """Start to count. Also patches the emptying and refilling of storages by recomputation, which no operation shows."""
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:

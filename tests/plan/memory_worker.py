@@ -37,8 +37,10 @@ VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 
 @contextmanager
 def device_head() -> Iterator[None]:
-    """Count a device's head, as the planner does: it multiplies bfloat16, where a host converts pieces of a few thousand columns,
-    and frees its buffer of logits, which a host keeps between calls.
+    """Make the host's head use memory like a device's, which the planner counts.
+
+    A device multiplies bfloat16, whereas the host converts pieces of a few thousand columns. A device frees the buffer of logits,
+    which the host keeps between calls.
     """
     with ExitStack() as changes:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
@@ -123,10 +125,10 @@ def compare(
     router_replay: RouterReplay = "none",
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return {static, peak, working: [measured, planned]} of the rank with the most, in bytes. reference: that of a KL term.
-    adapter: trained in place of the model.
+    """Return {static, peak, working: [measured, planned]} in bytes, of the rank that needs most memory.
 
-    With router_replay every token has a record, but none names experts, so the routing is the same.
+    reference: directory of a KL term's reference. adapter: settings of an adapter that is trained in place of the model. With
+    router_replay every token has a record, but without experts, so the routing is the same.
     """
     on_cpu = "full" if recompute == "full_offload" else recompute  # a CPU refuses full_offload
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))

@@ -140,7 +140,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
 
 
 def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
-    """Return the settings of it that matter."""
+    """Return the settings of vLLM's configuration that the tests check."""
     made = vllm_config(config, folder, adapters)
     lora = made.lora_config
     return {

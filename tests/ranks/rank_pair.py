@@ -25,7 +25,7 @@ LIMIT_S = 600.0  # limit of one job; only a hanging job takes this long
 
 
 class RankPair:
-    """modules: what the ranks import before the first job."""
+    """Two ranks that run jobs of test files. modules: modules that the ranks import before the first job."""
 
     def __init__(self, *modules: str) -> None:
         self._forks = multiprocessing.get_context("forkserver")

@@ -25,7 +25,7 @@ def test_the_first_sample_shows_prompt_output_answer_and_reward() -> None:
     printed, sample = io.StringIO(), make_sample("000001/solver:0")
     asked = replace(sample, prompt_text="2 + 2\x1b[2J", full_text="a" * (MOST_SHOWN + 7) + "\nIt is [bold]4[/bold].")
     RunConsole(stream=printed).sample(replace(asked, answer="4"))
-    RunConsole(rank=1, stream=printed).sample(asked)  # another rank's
+    RunConsole(rank=1, stream=printed).sample(asked)  # another rank's console prints nothing
     text = printed.getvalue()
     assert text.startswith(
         f"first sample, 000001/solver:0\n--- solver read {len(sample.prompt_ids):,} tokens:\n2 + 2␛[2J\n"

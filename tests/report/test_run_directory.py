@@ -100,7 +100,7 @@ def test_an_unusable_run_folder_is_named_before_and_at_start(tmp_path: Path) -> 
 
 @contextlib.contextmanager
 def nobody() -> Iterator[Path]:
-    """Make a folder readable but not writable; root becomes another user meanwhile."""
+    """Yield a folder that this process can read but not write; inside the block root becomes another user."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o555)
         is_root = os.geteuid() == 0

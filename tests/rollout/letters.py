@@ -66,7 +66,7 @@ def completion(uid: str) -> list[int]:
 
 
 def script(request: DecodeRequest) -> list[int]:
-    """Return the rest of it, wherever a request continues."""
+    """Return the rest of the sample's completion, after the tokens that the request already has."""
     known = request.token_ids.tolist()[::-1].index(PROMPT_ENDS)
     return completion(request.uid)[known:]
 

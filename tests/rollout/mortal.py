@@ -90,13 +90,13 @@ class MortalReplicas(LocalReplicas):
         super().abort([replica for replica in busy if not self._lost(replica)], adapter)
 
     def stop(self, replica: int) -> None:
-        """A place becomes free unless its host is gone too."""
+        """Stop the replica. Its place becomes free unless its host is gone too."""
         if self.places is not None and replica not in self.dead:
             self.places.free += 1
         self.dead.add(replica)
 
     def has_place(self, within_s: float) -> bool:
-        """Time passes while it waits for one."""
+        """Return True if a place is free; otherwise the clock advances by within_s."""
         is_free = self.places is None or self.places.free > 0
         self.now += 0.0 if is_free else within_s
         return is_free

@@ -70,7 +70,8 @@ Make = Callable[..., Desk]
 
 
 def by_answer(answer: str, before: int) -> str:
-    """Answers with an L are right; a mumble is never readable, a hesitation is at the second request."""
+    """Judge by the answer: with an L it is right. The judgement of a mumble is never readable, of a hesitation at the second
+    request."""
     if answer == "mumble" or (answer == "hesitate" and not before):
         return "well, \x1b[31mcorrect: yes perhaps"
     return YES if "L" in answer or answer == "hesitate" else NO
@@ -122,7 +123,7 @@ def test_the_same_answer_to_the_same_question_is_judged_once(desk: Make) -> None
     judged.rewards("Lima", problem=other)
     assert len(judged.asked) == 4
     mumbled = desk(by_answer, retries=0)
-    # It is not cached.
+    # Missing judgements are not cached.
     assert all(mumbled.rewards("mumble")[0].is_missing for _ in range(2)) and len(mumbled.asked) == 2
 
 
@@ -137,7 +138,7 @@ def test_long_answers_are_wrong_long_questions_have_no_reward(desk: Make) -> Non
 
 
 class Deaf(ScriptedEngine):
-    """Answers only when allowed to."""
+    """Engine that answers only when the test allows it."""
 
     may_answer = threading.Event()
 

@@ -93,7 +93,7 @@ def says(
 
 
 def groups(stages: Stages) -> list[Group]:
-    """Closed groups."""
+    """Return the closed groups."""
     return [*(group for batch in stages.state.ready for group in batch.groups), *stages.state.closed]
 
 

@@ -46,7 +46,7 @@ def test_engines_of_another_size_move_only_where_they_fit() -> None:
 
 
 class Stages:
-    """Two policies on four places; in `play` each engine of a policy works this long."""
+    """Two policies on four places. play: let each engine of a policy work for this many seconds."""
 
     def __init__(self) -> None:
         self.replicas = {"solver": MortalReplicas(1), "verifier": MortalReplicas(3)}
@@ -78,7 +78,8 @@ def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
-    for broken in (["solver"], ["solver", "verifier"]):  # the giver gets it back, at once or when it can
+    # The policy that gave the engine gets it back, at once or when the weights can be sent.
+    for broken in (["solver"], ["solver", "verifier"]):
         for name in broken:
             stages.replicas[name].is_beyond_repair = True
         stages.rebalancer.move()

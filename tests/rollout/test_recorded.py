@@ -46,7 +46,7 @@ CUT = {"temperature": 0.8, "top_p": 0.9}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Confident enough that top_p keeps a few of 320 tokens, and more than MOST at some positions."""
+    """Return a model so confident that top_p keeps a few of 320 tokens, but more than MOST at some positions."""
     torch.set_num_threads(1)
     shape = replace(SMALL, num_layers=LAYERS, vocab_size=320, num_experts=EXPERTS, experts_per_token=TOP_K)
     made = init_model(shape, "bytes", tmp_path_factory.mktemp("made") / "model")
@@ -107,7 +107,7 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
 
 
 def train_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
-    """Every second sample is right."""
+    """Return training sequences of the samples, of which every second one counts as right."""
     judged = [replace(sample, reward=Reward(index % 2, index % 2)) for index, sample in enumerate(samples)]
     group = Group("g", "000001", "solver", tuple(judged))
     return list(credit([group], CreditConfig(), {"solver": AgentConfig(**CUT)}).sequences)
@@ -168,7 +168,7 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
 
 def test_trainer_and_rollout_agree_only_with_the_record(model: Path) -> None:
     samples = played(engine_of(model))
-    # 0.9 of the bound's value.
+    # top_p keeps several tokens, but never as many as the bound.
     assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
     sequences = train_sequences(samples)
     stats = step(model, sequences)

@@ -42,8 +42,11 @@ def spread_of(groups: Sequence[Group]) -> Spread:
 
 
 def live(*numbers: int, lengths: Callable[[int], int] = lambda number: 9) -> Script:
-    """Solvers of these draws are right once in a group, those of others never. Verifiers find errors in these draws alone, whose
-    trajectories are therefore longer."""
+    """Return a script by which only these draws are live.
+
+    Their Solvers are right once in a group, and Solvers of other draws never. Verifiers flag errors in these draws alone, so
+    these trajectories are longer. lengths: length of a completion, by the number of its draw.
+    """
 
     def script(request: DecodeRequest) -> list[int]:
         number = int(request.uid[:6])
@@ -238,7 +241,7 @@ def test_an_evaluation_draws_no_problems() -> None:
 
 
 def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, rest: int = 4) -> list[int]:
-    """Epochs below 20 in which the problem, one of three, is drawn; its groups are dead in some of them."""
+    """Return the epochs below 20 in which `problem`, one of three, is drawn, if its groups are dead in the epochs `dead`."""
     epoch = 0
 
     def judged(of: Problem, answer: str) -> Future[Reward]:
@@ -249,7 +252,8 @@ def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, res
     options |= {"problems": 3, "counting": Counting(spread_of, "solver", rest)}
     play, drawn = Play(config, **options), list[int]()
     while True:
-        epoch = play.stages.state.num_instances // 3  # right unless a problem is passed over, whose group is live
+        # Wrong only after a problem was passed over, and then its group is live.
+        epoch = play.stages.state.num_instances // 3
         (group,) = next_batch(play.stages).groups
         number = int(group.rollout_id) - 1
         if number >= 60:

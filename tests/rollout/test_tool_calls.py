@@ -222,7 +222,7 @@ def reads(prompt: str) -> str:
 def system(
     renderer: ChatRenderer, room: int = 134, set_tools: Sequence[str] = TOOLS, **options: object
 ) -> Orchestration:
-    """room: tokens for what System 1 reads."""
+    """Return the team of System 1 and System 2. room: tokens of System 1's input for what it reads."""
     agents = {"system1": AgentConfig(), "system2": AgentConfig()}
     empty = build_orchestration("dual_system", agents, "qa", options, tools=set_tools)  # type: ignore[arg-type]
     purpose = "to know" if options.get("show_purpose", True) else ""

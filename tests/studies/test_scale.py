@@ -33,9 +33,7 @@ print(json.dumps(found))
 
 
 def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Return the measurement with this many problems a step, tokens that one token of a completion stands for, and
-    rollout.overlap.
-    """
+    """Return a measurement for each case: (problems a step, real tokens per token of a completion, rollout.overlap)."""
     done = call(json.dumps(cases), code=MEASURED)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])

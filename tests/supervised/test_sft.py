@@ -245,7 +245,8 @@ Read = Callable[..., Demonstrations]
 
 @pytest.fixture
 def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
-    """read(lines..., longest=of a sequence, words=of the config, renderer=of all policies)"""
+    """Return a function that reads lines as demonstrations. longest: maximum tokens of a sequence. words: settings of the config.
+    renderer: renderer of all policies."""
 
     def read(
         *lines: object, longest: int = 10_000, words: Sequence[str] = (), renderer: ChatRenderer = renderer

@@ -29,7 +29,7 @@ SURVIVED = r"\bsurvived\b"
 
 
 class Snippet(NamedTuple):
-    """says: a pattern of the output."""
+    """Snippet of hostile code. says: pattern of its output."""
 
     name: str
     code: str

@@ -60,7 +60,7 @@ def redirects(to: str, status: int = 302) -> Reply:
 def site(
     pages: dict[str, Reply], tls: ssl.SSLContext | None = None, **limits: object
 ) -> Iterator[tuple[ToolPool, Server, str]]:
-    """(a run's tools, the server's record, its address), with a server that is allowed as 127.0.0.1."""
+    """Yield (a run's tools, the server with its record of requests, its address); the server is allowed as 127.0.0.1."""
     settings = {"allow_hosts": ["127.0.0.1"], "timeout_s": SOON_S, **limits}
     config = ToolsConfig.model_validate({"visit": {"timeout_s": 2 * SOON_S}, "pages": settings})
     with (

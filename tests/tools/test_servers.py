@@ -163,7 +163,7 @@ def escaped(text: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the middle of it
+        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the middle of the key
         (500, f"GET /search.json?q=x&api_key={KEY.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}"),
         (200, json.dumps({"organic_results": [PAGE | {"title": KEY, "link": f"https://h/?k={KEY}", "snippet": KEY}]})),
         (200, f'{{"organic_results": [{{"title": "{escaped(KEY)}"}}]}}'),

@@ -74,7 +74,7 @@ perfect_critics = critics(err=False)
 
 @pytest.fixture
 def evaluator(scripted_team: Any, tmp_path: Path) -> Callable[..., Evaluator]:
-    """evaluator(script, config)"""
+    """Return a function evaluator(script, config) that builds an evaluator with a scripted team."""
 
     def make(script: Script, config: EvaluateConfig = CONFIG, **more: Any) -> Evaluator:
         team, _, task = scripted_team(tmp_path, script=script, evaluate=config, **more)

@@ -42,7 +42,7 @@ def test_opponents_are_spaced_evenly_from_the_first_version() -> None:
 
 
 class Published:
-    """In an AdapterSync's place: its published directory, and what was loaded."""
+    """Stand-in for an AdapterSync. published: its directory. loaded: (name, version, first number) of each loaded adapter."""
 
     def __init__(self, folder: Path) -> None:
         self.published, self.loaded = folder, list[tuple[str, int, float]]()

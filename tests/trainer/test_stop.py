@@ -41,7 +41,7 @@ from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 from marsrl.trainer.weights.sync import Standby
 
-LIMIT_S, LATE_S = 6.0, 7.0  # of a collective; delay of rank 0 at two of five meetings
+LIMIT_S, LATE_S = 6.0, 7.0  # seconds: limit of a collective; delay of rank 0 at two of five meetings
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -102,7 +102,7 @@ def meet(limit_s: float, late_s: float) -> list[str]:
     sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     left = sum(store.check([f"marsrl/meeting/{n}/{key}"]) for n in range(1, 5) for key in ("here", "all"))
-    collective.PIECE_BYTES = 7  # of later messages, many pieces
+    collective.PIECE_BYTES = 7  # splits later messages into many pieces
     return [*found, str(cpu_s), str(len(sleepers)), str(left)]
 
 
@@ -216,7 +216,7 @@ def test_ranks_share_interruption_and_failure_of_another_rank(
 
 
 class LostStore:
-    """A store until `is_lost`."""
+    """Store that works until `is_lost`."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store, self.is_lost = store, False

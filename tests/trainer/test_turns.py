@@ -23,8 +23,8 @@ AGENTS = {"solver": AgentConfig()}
 
 
 def of_turns(place: int, *rewards: float, last: float = 0.0, **parts: float) -> Sample:
-    """Return a session of turns with these rewards, two tokens each and a foreign one in between; `last` is the rest of its
-    reward.
+    """Return a session of turns with these rewards. A turn has two tokens, and a foreign token separates turns. last: the rest of
+    the sample's reward, which belongs to the last turn.
     """
     num_tokens = 3 * len(rewards) - 1
     reward = Reward(sum(rewards) + last + sum(parts.values()), 1.0, parts, turns=rewards)
@@ -39,10 +39,12 @@ def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig |
 
 def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
     found = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
-    # Returns to go 3, 2; 4, 4; 5. First turns: the others' mean. Second: of (G_jk, the others' mean R minus their own past).
+    # Returns to go: 3, 2; 4, 4; 5. A first turn's baseline is the mean of the others' returns. A second turn's is the mean of
+    # the others' returns to go of their second turns; for one without, the others' mean return minus the sample's own past.
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
     assert list(found.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
-    assert list(found.advantages.values()) == pytest.approx([-1.75, 1, 1.5])  # the one farthest from 0
+    # Of each sample, the turn's advantage farthest from 0.
+    assert list(found.advantages.values()) == pytest.approx([-1.75, 1, 1.5])
     first = found.sequences[0].token_advantages
     assert first is not None and first.tolist() == pytest.approx([-1.5, -1.5, 0, -1.75, -1.75])
     metrics = turn_metrics([(sample, found.turns[sample.uid]) for sample in found.groups[0].samples])

@@ -46,7 +46,7 @@ class Epilogue:
 
     @staticmethod
     def operands(fn: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """A column vector comes as [1, rows]."""
+        """Return the epilogue's operands as QuACK passes them: a column vector becomes [1, rows]."""
         names = [name for name in inspect.signature(fn).parameters if name != "acc"]
         return {name: given[name][0][:, None] for name in names}
 
@@ -65,7 +65,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it importable as quack."""
+    """Make this module importable as quack."""
     for name, values in NAMES.items():
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)

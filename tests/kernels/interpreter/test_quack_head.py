@@ -22,7 +22,7 @@ OF_GRADIENTS = "marsrl.kernels.linear_policy_loss.quack_head.gradients"
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0, and QuACK."""
+    """Simulate a GPU of compute capability 9.0 with QuACK."""
     quack_in_torch.install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -56,7 +56,7 @@ def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
 
 
 def in_chunks(monkeypatch, rows, ahead, num_tokens=700, vocab=128):
-    """dX and dW of so many tokens, in chunks of so many rows; masked ones are left out late, as on a device."""
+    """Return dX and dW of num_tokens tokens, in chunks of `rows` rows; masked rows are left out late, as on a device."""
     monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", rows * 2 * vocab)
     monkeypatch.setattr(chunked_head, "whole_waves", lambda at_most, *_: at_most)
     gradients = importlib.import_module(OF_GRADIENTS)
