@@ -82,7 +82,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compared:
-    """Variants of a function of the tensors `inputs`. Results are its outputs, by these names.
+    """Inputs and outputs of a case whose variants are functions of the tensors `inputs`. outputs: names of the results.
 
     If a gradient of the first output is given, the function also runs backward, and results include the gradients of inputs.
     """

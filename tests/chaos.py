@@ -329,15 +329,19 @@ def shuffled(kinds: list[str], rng: random.Random) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="no new fault after them (default: %(default)g)")
-    parser.add_argument("--faults", type=int, help="stop after so many")
-    parser.add_argument("--seed", type=int, default=0, help="of settings, faults and moments (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="time after which no new fault begins (default: %(default)g)"
+    )
+    parser.add_argument("--faults", type=int, help="stop after this many faults")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of settings, faults and moments (default: %(default)s)"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument(
         "--engine", choices=("vllm", "local"), default="vllm", help="rollout.engine (default: %(default)s)"
     )
     parser.add_argument("--external", action="store_true", help="runs of an external program, up to 50 faults on each")
-    parser.add_argument("--keep", action="store_true", help="keep runs and logs also where nothing was lost")
+    parser.add_argument("--keep", action="store_true", help="keep runs and logs even if nothing was lost")
     words = parser.parse_args()
     of_sessions = {*OF_SESSIONS, *BESIDE_SESSIONS} if words.external else KINDS.keys() - OF_SESSIONS
     words.kinds = [kind for kind in words.kinds if kind in of_sessions]

@@ -181,7 +181,7 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
 
 
 def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
-    """Return a function for a completion's text: its last tokens, decoded, after other words of the same length as the rest.
+    """Return a function that makes a completion's text: it decodes the last tokens, and puts ready-made words for the rest.
 
     Decoding everything, as engines do, would take most of the time and would evict rank 0's data from the caches.
     """

@@ -12,7 +12,7 @@ from marsrl.kernels.head.vocabulary import Head
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Combine parts [W, 4, R] float64 into [4, R] of the whole vocabulary, both in the form of RowKernels.partials.
 
-    Added in the order of the parts, so all ranks get the same bits.
+    Parts are added in their order, so all ranks get the same bits.
     """
     maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
     maximum = maxima.amax(0)

@@ -152,7 +152,7 @@ class _FusedLoss(torch.autograd.Function):
         if ctx.main_grad is not None:
             if grad_weight is not None:
                 _add_scaled_(ctx.main_grad.total, grad_weight, scale)
-            del gradients, grad_weight  # before the placeholder takes memory
+            del gradients, grad_weight  # freed before the placeholder is allocated
             return grad_hidden, ctx.main_grad.placeholder(), None, None, None
         if grad_weight is None:
             return grad_hidden, torch.zeros_like(ctx.weight), None, None, None

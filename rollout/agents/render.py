@@ -246,7 +246,7 @@ class ChatRenderer:
     def _templated(
         self, messages: Sequence[Turn], tools: Sequence[Any], template_options: Mapping[str, bool | str]
     ) -> str:
-        """Render the chat with the template; control words that the template did not write itself are spelled in twins."""
+        """Render the chat with the template, with twins in control words that come from contents."""
         plain = [_strings_changed(messages, _well_formed), _strings_changed(tools, _well_formed)]
         turns, shown_tools = _strings_changed(plain, self._disguised)
         text = self._applied(plain[0], plain[1], template_options)

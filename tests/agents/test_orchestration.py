@@ -209,7 +209,7 @@ def test_unparsable_outputs_are_handed_on_only_if_configured(
     """Outputs that are unfinished or without a reward are never handed on."""
     asks_all = {agent: AgentConfig(pick_unparsable=True)}
     assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
-    if said.uid == "no verdict":  # except when a missing verdict counts as acceptance
+    if said.uid == "no verdict":  # but not if a missing verdict counts as acceptance
         accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
         assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
 
@@ -218,7 +218,7 @@ def test_each_agent_gets_inputs_picked_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
     team = five({"corrector2": AgentConfig(pick="balanced")})
-    # Two of six. Verifiers are tested on wrong solutions, Correctors on real errors.
+    # Two of six outputs are handed on: wrong solutions to a Verifier, reports of real errors to a Corrector.
     episode, asks = answered(team, right + wrong)
     shown = {"verifier1": {False}, "corrector1": {True}, "verifier2": {False}, "corrector2": {True, False}}
     for agent, kinds in shown.items():
@@ -244,7 +244,8 @@ def test_an_outcome_is_the_mean_correctness_of_the_leaves() -> None:
     judged = next(uid for uid in found if uid.endswith("verifier1:1")).partition("/")[0]
     report = f"{judged}/verifier1:1"
     truth = {"solver:0": 1.0, "solver:1": 0.0}
-    assert found[f"{judged}/verifier1:0"] == truth[judged]  # a leaf counts the solution that it judged
+    # A leaf's value is the correctness of the solution that it judged.
+    assert found[f"{judged}/verifier1:0"] == truth[judged]
     assert found[f"{report}/corrector1:0"] == 1.0 and found[f"{report}/corrector1:1"] == 0.0
     assert found[f"{judged}/verifier1:2"] == 0.25  # this leaf judged no solution, so its own value counts
     assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
@@ -287,8 +288,8 @@ def transcript(
     return team, episode, whole
 
 
-# Expected positions, worked out by hand: the candidate that counts, among the complete solutions (0: none), by our rules and by
-# the published script, whose stable sort ignores acceptance.
+# Position, among the complete solutions (0: none), of the candidate that counts. Worked out by hand for our rules, and for the
+# published script, whose stable sort ignores acceptance.
 MANY, SCRIPT = "sCWsCCWsWsWsWsWsW", {"compat": "marsrl"}
 TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     ("sCCCC", {}, 1),
@@ -306,7 +307,7 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
         1,
     ),  # a truncated report is not "correct" and has nothing to correct, so the solution is judged again
     ("sCTCC", {"accept_after": 2}, 1),  # a truncated report also breaks a streak
-    ("sTsWt", SCRIPT, 2),  # handed on; a truncated call does not count
+    ("sTsWt", SCRIPT, 2),  # the truncated report is handed on, but its call does not count
     ("t", {}, 0),
     ("v", {}, 1),
     ("ttsCCCC", SCRIPT, 1),
@@ -338,7 +339,7 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
     assert [(ask.id, ask.inputs) for ask in team.loop(episode).asks] == [
         ("e/solver", ()),
         ("e/solver:0/verifier1", (solved,)),
-        ("e/solver:0/verifier1#2", (solved,)),  # asked again to confirm
+        ("e/solver:0/verifier1#2", (solved,)),  # the Verifier is asked again, to confirm
         (f"{report}/corrector1", (solved, report)),
         (f"{mended}/verifier2", (mended,)),
         (f"{mended}/verifier2:0/corrector2", (mended, f"{mended}/verifier2:0")),

@@ -148,7 +148,7 @@ def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
 
 def test_debaters_read_each_other_and_the_majority_counts() -> None:
     team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 2})
-    answers = {"1": "1", "2": "2", "3": "1"}  # by debater; the second changes its answer
+    answers = {"1": "1", "2": "2", "3": "1"}  # answers by debater; the second debater changes its answer
 
     def say(ask: Ask) -> str:
         return f"Answer: {answers[ask.id.split('#')[1][0]] if not ask.inputs else '1'}"
@@ -238,7 +238,7 @@ def test_the_team_searches_until_yes_and_the_answer_counts(
     outcome, is_right = team.outcome(episode), texts[-1] == ANSWER
     assert is_right == (outcome is not None and outcome.agent == "answer" and outcome.answer == "tarn")
     assert set(team.outcomes(episode).values()) <= {float(is_right)}
-    assert {ask.group for ask in asked(episode, "search")} <= {"000001/search"}  # grouped over all turns and episodes
+    assert {ask.group for ask in asked(episode, "search")} <= {"000001/search"}  # one group over all turns and episodes
     if any(text in NO_QUERIES for text in texts):
         assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
 
@@ -262,7 +262,7 @@ def test_answers_earn_task_rewards_and_others_readability() -> None:
     assert set(team.outcomes(episode).values()) == {0.0}
     episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
     overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
-    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # excluded from accuracy
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # an overlong output is excluded from accuracy
     episode, _ = play_search(team, [YES, "... <answer>tarn</answer>"])
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
     assert team.outcome(episode) is None

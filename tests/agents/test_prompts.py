@@ -256,7 +256,8 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
         ("solver", ("turns:", r"form: Write \boxed{}." "\nturns:"), "2 + 2?", []),
         ("solver", ("answer: boxed", NUMBER), "2 + 2?", []),  # without an example the form is unknown
         ("solver", ("answer: boxed", NUMBER.replace("}", ", example: So ANSWER}")), "So what?", []),
-        ("debate", ("", ""), "2 + 2?", ["the prompt of agents.debater, as solver, "]),  # as debater it is told the form
+        # A debater's prompt must state the form too.
+        ("debate", ("", ""), "2 + 2?", ["the prompt of agents.debater, as solver, "]),
         ("search_team", ("", ""), "2 + 2?", [
             "the prompt of agents.verifier, as router, does not show the form of its route, <verify>yes</verify> or <verify>",
             "the prompt of agents.search, as searcher, does not show the form of its query, <search>...</search>",

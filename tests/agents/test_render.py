@@ -298,7 +298,7 @@ def test_the_next_turn_equals_the_chat_between_completions(kind: str, renderer: 
         assert turn == whole[-len(turn) :]
     else:
         assert [*prompt, *completion, *turn] == whole
-    assert turn.count(renderer.eos_id) == (kind in ("bytes", "llama"))  # only the new turn's end
+    assert turn.count(renderer.eos_id) == (kind in ("bytes", "llama"))  # the only end token is the new turn's
 
 
 @pytest.mark.parametrize("text", ["the sum is 7  and no more", "☃ is 7", "7"])
@@ -412,7 +412,7 @@ def test_a_server_makes_the_prompt_s_tokens_of_its_text(kind: str, tmp_path: Pat
     renderer, server = ChatRenderer(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
     for chat in ([ASK], [SYSTEM, ASK, SAID, MORE], [Message("user", "  a\n  b")]):
         ids, text = renderer.render(chat)
-        assert server.encode(text) != ids.tolist()  # two BOS
+        assert server.encode(text) != ids.tolist()  # the server adds a second BOS
         assert server.encode(renderer.prompt_text(renderer.without_first(ids))) == ids.tolist()
     assert renderer.why_not_text() == []
 

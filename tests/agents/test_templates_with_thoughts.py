@@ -116,7 +116,7 @@ def test_control_words_in_contents_are_tokenised_as_text(
     marks, letters = list(b"@@@"), list(words.encode())
     for place in ROLES:
         if (words, place) == ("</think>", "assistant"):
-            continue  # it ends the thought
+            continue  # this word ends the thought
         expected = renderer.render(*chat_with("@@@", place))[0].tolist()
         for start in reversed(range(len(expected))):
             if expected[start : start + 3] == marks:
@@ -162,7 +162,7 @@ def test_a_lone_surrogate_in_a_content_is_refused(content: str, named: tuple[str
 def test_a_template_that_is_not_understood_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its prompts stay complete and safe, and unchanged without such words."""
+    """Its prompts stay complete and safe; prompts without control words stay unchanged."""
     looks = "{% set close = '</think>' %}{% for turn in messages %}{{ turn.content.split(close)[-1] }}<|im_end|>{% endfor %}"
     renderer = renderer_of(looks, tmp_path)
     renderer.render([ASK])

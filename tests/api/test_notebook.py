@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.slow
-nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")  # constraints/games.txt
+# Installed from constraints/games.txt.
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 run_sync = nbclient.util.run_sync
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_team.ipynb"
 LESS = {"evaluate": {"num_problems": 4, "fixed_inputs": 4}}
@@ -57,7 +58,7 @@ def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
     trained = held.cells[cell(held, "run = ")]
     assert "orchestration: memory:Checked" in next(folder.glob("runs/*/config.yaml")).read_text()
     bars = re.findall("step 2/2 rollout", shown(trained))
-    assert len(bars) == 1, shown(trained)  # updated in place
+    assert len(bars) == 1, shown(trained)  # the bar is updated in place
     assert [line.split()[0] for line in shown(held.cells[cell(held, "for row")]).splitlines()] == ["1", "2"]
     (report,) = held.cells[cell(held, "run.report")].outputs
     assert report.data["text/html"].startswith("<iframe srcdoc=")

@@ -81,7 +81,7 @@ def test_sessions_of_a_lost_worker_are_replayed_by_the_next(box: Box, tmp_path: 
 def test_a_killed_trainer_host_ends_the_run_with_its_name(box: Box, run: cluster.Training) -> None:
     run.into_a_stage()
     box.hosts[1].power_off()
-    run.ended(60.0, "host1")  # "within a minute"
+    run.ended(60.0, "host1")  # docs/clusters.md promises a minute
     gone = r"silent for run\.silence_s = 40 s: rank 1 \(host2, process \d+\)"
     assert re.search(f"{gone}; {cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 
@@ -113,7 +113,7 @@ def test_training_survives_a_killed_host_until_another_joins(box: Box, run: clus
     box.hosts[2].power_off()
     run.until(step + 3, 2 * cluster.STEP_S)
     struck = [i for i, number in enumerate(metric(run, "rollout/resubmitted"), 1) if number and i > len(before)]
-    assert struck in ([], [step + 1], [step + 2])  # none if it had just answered all of its requests
+    assert struck in ([], [step + 1], [step + 2])  # no step if the engine had just answered all of its requests
     assert metric(run, "rollout/engines/main")[-1] == 1
     cluster.lend(box.hosts[1], JOIN, tmp_path)
     end = time.monotonic() + 2 * cluster.STEP_S

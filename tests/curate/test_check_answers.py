@@ -70,10 +70,10 @@ def test_an_alteration_is_another_answer(reference: str, rule: str, answers: lis
 @pytest.mark.parametrize(
     ("reference", "rules"),
     [
-        (r"\sin(2\pi)", {"a digit changed", "a sign flipped", "one more"}),  # 0 whatever the factor
+        (r"\sin(2\pi)", {"a digit changed", "a sign flipped", "one more"}),  # the value is 0 whatever the factor
         (r"2 \cdot 0 + 3x", {"a digit changed", "an exponent changed"}),
         ("1^{7}", {"a digit changed", "an exponent changed"}),
-        (r"\binom{5}{2}", {"a digit changed"}),  # 10, as for 3 of 5
+        (r"\binom{5}{2}", {"a digit changed"}),  # equals 10, as 3 of 5 does
         (r"2 \pm 3", {"a sign flipped"}),
         ("(-1)^{n+1}", {"a sign flipped"}),
         (r"e^{2i\pi}", {"a digit changed"}),
@@ -196,9 +196,10 @@ def test_what_a_judge_pays_wrongly_is_found_by_kind_and_line(capsys: Any) -> Non
     assert found["refs.jsonl:3"]["another order"] == [r"\{5, 4\}"]
     assert found["refs.jsonl:4"] == {"a tiny constant": [alterations.TINY], alterations.PLACEHOLDER: ["proof"]}
     assert found["refs.jsonl:5"]["another unit"] == ["7 m"]
-    assert found["refs.jsonl:6"] == {notations.ITSELF: ["13"]}  # not judged; the rest of its trials is left out
+    # The reference itself is not judged, so its other trials are left out.
+    assert found["refs.jsonl:6"] == {notations.ITSELF: ["13"]}
     last_column = [line[-10:] for line in shown.splitlines() if line.startswith("  ") and line[-10:].strip().isdigit()]
-    assert sum(map(int, last_column)) == 3  # not judged, all of line 6
+    assert sum(map(int, last_column)) == 3  # trials that were not judged, all of line 6
     assert all("a tiny constant" in rules for uid, rules in found.items() if uid != "refs.jsonl:6")
     assert (
         "refs.jsonl:4: 2 misjudged, reference proof\n  paid: " in shown

@@ -58,7 +58,7 @@ def test_a_curation_killed_at_any_row_resumes_to_the_same_result(seed: int, tmp_
             for path in (out / "stages" / cut[which].name).glob("*.jsonl"):
                 size, is_answers = path.stat().st_size, path.name == "answers.jsonl"
                 num_torn += is_answers and size > 0
-                with path.open("r+b") as file:  # data not yet on disk is lost; of the answers only the last one is torn
+                with path.open("r+b") as file:  # a crash loses data not yet on disk, and tears only the last answer
                     file.truncate(max(0, size - (3 if is_answers else drawn.randrange(2000))))
     run(out, stages(judge.stage(out)), rows())
     assert everything(out) == everything(tmp_path / "unbroken")

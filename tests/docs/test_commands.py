@@ -37,7 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # whatever shell started pytest
+    # Independent of the shell that started pytest.
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     os.chdir(tmp_path)
     return Desk(tmp_path)
 
@@ -171,7 +172,7 @@ def test_a_run_on_gpus_passes_its_checks(
     nodes, ranks = (int(words[words.index(option) + 1]) if option in words else 1 for option in options)
     os.environ["WORLD_SIZE"] = str(nodes * ranks)
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
-    os.environ["SERPAPI_API_KEY"] = "key"  # MARS searches the web
+    os.environ["SERPAPI_API_KEY"] = "key"  # MARS searches the web with this key
     os.environ.pop("MARSRL_DEVICE", None)
     assert call([*words, "--dry-run"]) == 2
     assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         assert (used["input_tokens"], used["output_tokens"]) == (
             11 * used["calls"],
             3 * used["calls"],
-        )  # the server's own counts
+        )  # as counted by the server
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9
         again, told = evaluated(words, capsys)
@@ -81,11 +81,11 @@ def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: 
     number, goes_on = itertools.count(), threading.Event()
 
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
-        if (place := next(number)) == 7:  # the last of the eight
+        if (place := next(number)) == 7:  # the last of the eight draws
             (file,) = Path("evaluations").glob("*/draws.jsonl")
             while file.read_bytes().count(b"\n") < 5:
                 time.sleep(0.01)
-            time.sleep(0.2)  # the fifth is counted once it is written
+            time.sleep(0.2)  # wait until the fifth draw is written and counted
             os.kill(os.getpid(), signal.SIGINT)
         if place >= 5:
             goes_on.wait()

@@ -91,14 +91,14 @@ def test_a_block_computes_its_papers_formula(name: str, tmp_path: Path) -> None:
     config, _ = read_config(tmp_path / "block.yaml", ["orchestration=solver"])
     assert config.mpt.scope == "off" and config.loss.correction == "none" and config.loss.kl == "none"
     torch.manual_seed(0)
-    scale = 3e-3 if name == "GSPO" else 0.3  # on both sides of the clip range
+    scale = 3e-3 if name == "GSPO" else 0.3  # log-ratios reach beyond both ends of the clip range
     old = [-torch.rand(n, dtype=torch.float64) - 0.1 for n in LENGTHS]
     logp = [(q + scale * torch.randn(len(q), dtype=torch.float64)).requires_grad_() for q in old]
     if config.loss.old_policy == "pois":
         old = [p.detach() for p in logp]
     objective = FORMULAS[name](logp, old, config)
     expected = torch.cat(torch.autograd.grad(-objective, logp))
-    if name != "RLOO":  # its ratio is 1 everywhere, and its value A times the ratio
+    if name != "RLOO":  # RLOO has ratio 1 everywhere, so nothing can be clipped
         assert (expected == 0).any() != (name == "CISPO"), "nothing is clipped"
     value, gradient = by_trainer(config, logp, old)
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=2e-5, abs=1e-9)

@@ -45,12 +45,12 @@ def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
     assert step.values["actor/empty_steps"] == step.values["actor/skipped_steps"] == 0
     assert step.values["sync/seconds"] > 0  # version 1 was published and verified
     assert step.values["sync/probe_tokens"] == 640
-    assert 0 <= step.values["sync/probe_diff_median"] <= 2 * step.values["sync/probe_noise"]  # all 0 in float32
+    assert 0 <= step.values["sync/probe_diff_median"] <= 2 * step.values["sync/probe_noise"]  # both are 0 in float32
 
 
 def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
-    assert "orchestration=solver" in commands[0]  # first the one that takes minutes on a CPU
+    assert "orchestration=solver" in commands[0]  # the first command takes minutes on a CPU
     team = next(words for words in commands if "orchestration=solver" not in words)
     # Other commands evaluate the Solver alone, other problems, or a few short ones without vLLM and Ray.
     own = r"orchestration=solver|data\.eval=.*|evaluate\.num_problems=.*|agents\.solver\..*|rollout\.(engine|placement)=local"

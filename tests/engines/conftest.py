@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         WORDS.write(directory)
         if (
             kind == "mistral"
-        ):  # its directories have several files, and also the model in another format, which is not read
+        ):  # a Mistral's directory has several files, and the model in a second format, which is not read
             (directory / "params.json").write_text("{}")
             (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
         return directory

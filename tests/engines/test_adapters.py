@@ -42,7 +42,7 @@ from marsrl.trainer.weights.sync import AdapterSync
 
 pytestmark = pytest.mark.slow
 
-# alpha / rank rounds its product.
+# alpha / rank is no power of two, so its product is rounded.
 CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})
 OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": ["attention", "experts"]})
 
@@ -109,12 +109,13 @@ def assert_replaced_beside_others(
     assert_same(ended.values(), undisturbed)
     asks = [*rest, *others]
     assert_decoded_with(model, new, asks, [ended[ask.uid] for ask in asks])
-    assert min(ended[ask.uid].num_cached_tokens for ask in own) == 0  # the first of a group
+    # The first request of a group has no cached prefix.
+    assert min(ended[ask.uid].num_cached_tokens for ask in own) == 0
     return num_beside
 
 
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
-VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: vLLM's own sampler
+VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # `engine` stands for vLLM's own sampler
 every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)
 of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
 Checkpoint = Callable[[str], Path]

@@ -112,7 +112,7 @@ LAYOUTS = [
     (1, 1, 1, 2, 4),
 ]
 WHOLE = EngineShard()
-SHARDS = [  # of 4 key heads and 4 experts
+SHARDS = [  # shards of a model with 4 key heads and 4 experts
     [WHOLE],
     [WHOLE] * 3,
     [EngineShard.of(i, 2, 4) for i in range(2)],
@@ -232,7 +232,7 @@ def test_concurrent_senders_send_to_different_shards():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("blocks", "size"),  # matrices, rows, columns; some of more than one round
+    ("blocks", "size"),  # sizes of blocks as matrices, rows, columns; some take several rounds
     [
         ((1, 2, 2), (1, 300, 1000)),
         ((1, 3, 1), (1, 300, 500)),
@@ -267,4 +267,4 @@ def test_an_engine_is_served_by_the_rank_on_its_gpu():
     assert relay_ranks(ranks, ["b gpu2", "a gpu0"]) == [2, 0]
     with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: set sync\.backend=nccl"):
         relay_ranks(ranks, ["a gpu9"])
-    assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # CPUs
+    assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # on CPUs, round robin

@@ -57,7 +57,7 @@ def test_requests_that_join_others_get_what_they_get_alone(engine):
     before = engine.num_decoded()
     engine.submit(asks[:3], version=0)
     found = engine.collect(0.0)
-    for ask in asks[3:]:  # more than the local engine has rows for
+    for ask in asks[3:]:  # more requests than the local engine has rows
         engine.submit([ask], version=0)
         found += engine.collect(0.0)
     while len(found) < 8:
@@ -115,7 +115,7 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
 
 def test_the_text_of_a_completion_has_earlier_segments_too(engine, directory):
     (ask,) = asks_of(1)
-    asked = replace(ask, text_from=len(ask.token_ids) - 3)  # the end of an earlier segment
+    asked = replace(ask, text_from=len(ask.token_ids) - 3)  # the text begins within an earlier segment
     (told,) = decoded(engine, [asked])
     completion = np.concatenate([ask.token_ids[-3:], told.token_ids])
     assert told.text == ChatRenderer(directory).decode(completion)
@@ -221,7 +221,8 @@ def test_vllm_says_with_which_settings_its_layers_compute(kind, engine, director
 
 @pytest.mark.parametrize("kind", ["qwen3_moe"])
 def test_equal_requests_give_equal_bits_and_reuse_prefixes(engine):
-    asks = [request(f"{i // 4}.{i}", prompt(70, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
+    # More requests than max_num_seqs.
+    asks = [request(f"{i // 4}.{i}", prompt(70, seed=i // 4), 20, seed=i) for i in range(48)]
     engine.forget_prefixes()
     first = decoded(engine, asks)
     assert decoded(engine, asks[:1])[0].num_cached_tokens >= 64
@@ -301,13 +302,14 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
     tensors = tensors_of(directory)
     fp8 = Precision(torch.float32, cache=torch.float8_e4m3fn)
     config = engine._llm.llm_engine.vllm_config
-    assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512  # extra
+    # Set by rollout.vllm.extra.
+    assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512
     report = publish(engine, tensors, judge, directory, 0, fp8)
     assert report.comparison.median > 1e-3  # nats
     with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
-        publish(engine, tensors, judge, directory, 0)  # expects a cache of the engine's dtype
+        publish(engine, tensors, judge, directory, 0)  # this comparison expects a cache of the engine's dtype
     changed = perturbed(tensors, "self_attn")
-    with pytest.raises(RuntimeError, match="disagree on the probe"):  # the engine computes something else
+    with pytest.raises(RuntimeError, match="disagree on the probe"):  # the engine computes with other weights
         publish(engine, tensors, judge, directory, 1, fp8, scored=changed)
 
 
@@ -401,8 +403,9 @@ def test_the_probe_finds_another_program_beside_the_noise_of_fp8(engine, directo
     tensors = tensors_of(directory)
     sync(GivenLearner(tensors, lambda: judge.scores(directory, tensors, FP8)), 0)
     for other in (
-        lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),  # no tolerance for rounded weights
-        lambda: judge.scores(directory, perturbed(tensors, "layers.1.self_attn"), FP8),  # older weights
+        # Scores without a tolerance for rounded weights.
+        lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),
+        lambda: judge.scores(directory, perturbed(tensors, "layers.1.self_attn"), FP8),  # scores of older weights
     ):
         with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
             sync(GivenLearner(tensors, other), 1)

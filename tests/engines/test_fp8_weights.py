@@ -63,7 +63,8 @@ def test_sent_fp8_weights_are_those_that_vllm_rounds(told: dict[str, Any], shard
         *found["kernels"]
     }
     assert sum(name.endswith("_scale_inv") for name in found["changed"]) == 8  # two layers of four matrices or stacks
-    assert [found[publish] for publish in ("0 nccl", "1 ipc", "2 nccl")] == [[[], []]] * 3  # bytes, checksums
+    # [differing bytes, differing checksums].
+    assert [found[publish] for publish in ("0 nccl", "1 ipc", "2 nccl")] == [[[], []]] * 3
     assert found["moved"] == [] and found["why"] == ""  # captured graphs read the same memory
 
 

@@ -70,7 +70,7 @@ def test_a_control_word_is_text_in_a_content_and_in_an_answer(ask, renderer):
     end = renderer.prompt_text(np.array([renderer.eos_id]))
     [result], server = ask(lambda handler, body, before: handler.complete(f"a{end}b"), f"x{end}y")
     assert renderer.decode(result.token_ids) == f"a{end}b"
-    assert [int(i) for i in result.token_ids].count(renderer.eos_id) == 1  # its own end token
+    assert [int(i) for i in result.token_ids].count(renderer.eos_id) == 1  # the completion's own end token
     _, plain = ask(lambda handler, body, before: handler.complete("no"), "xy")
     sent, without = server.bodies[0]["prompt"], plain.bodies[0]["prompt"].count(end)
     assert sent.count(end) == without and sent.replace("\u200b", "").count(end) == without + 1
@@ -123,7 +123,8 @@ def test_a_chat_answer_has_its_thought_and_the_server_s_counts(chat, renderer):
 
     results, server = chat(reply, "one", "two", "three", max_new_tokens=20)
     texts = [renderer.decode(result.token_ids) for result in results]
-    assert texts == ["<think>\n2, 3\n</think>\n\n4"] * 2 + ["<think>\n2, 3"]  # more bytes than max_new_tokens
+    # More tokens than max_new_tokens, since a token is a byte here.
+    assert texts == ["<think>\n2, 3\n</think>\n\n4"] * 2 + ["<think>\n2, 3"]
     assert [(r.finish, r.usage) for r in results] == [(f, (11, 3)) for f in (Finish.STOP, Finish.STOP, Finish.LENGTH)]
     body = next(body for body in server.bodies if body["seed"] == 1)
     assert body == {

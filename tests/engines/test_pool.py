@@ -86,7 +86,7 @@ def test_colocated_engines_wake_the_memory_a_call_needs():
     assert calls == [*woken, "wake kv_cache", "score", *woken, "update_weights", "wake kv_cache", *woken, "info",
                      "wake kv_cache", "forget_prefixes"]  # fmt: skip
     pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
-    pool.sleep(keeps_weights=True)  # with its own GPUs it stays awake
+    pool.sleep(keeps_weights=True)  # a pool with its own GPUs stays awake
     assert calls[-1] == "forget_prefixes"
 
 
@@ -176,7 +176,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
         assert sum(pool.num_decoded(within_s=300)) == 24 * 30 >= progress[-1] and all(pool.num_decoded())
         pool.submit(asks[:10], version=0)
         ended = pool.collect(0.0)
-        pool.submit(asks[10:], version=0)  # while they decode
+        pool.submit(asks[10:], version=0)  # submitted while the engines decode
         while len(ended) < 24:
             ended += pool.collect(5.0)
         assert_same(ended, alone)
@@ -186,7 +186,8 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
-        assert pool.num_slots == 2 * 96 and pool.takes == {}  # each queues half as many again; no GPU is taken
+        # 64 slots, and half as many requests queued in each actor; no GPU is taken.
+        assert pool.num_slots == 2 * 96 and pool.takes == {}
         assert all(0 < result.seconds < 100 for result in results)
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
@@ -239,7 +240,7 @@ def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch.add([ask("a.0"), ask("b.0")])
     home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}["a.0"]
     dispatch.end("a.0")
-    dispatch.add([ask("c.0", new=140)])  # goes to an idle engine
+    dispatch.add([ask("c.0", new=140)])  # the request goes to an idle engine
     assert uids(dispatch.take()) == {home: ["c.0"]}
     dispatch.forget_homes(1 - home)
     dispatch.add([ask("a.0", length=400)])  # 141 tokens of work, compared with 101 and a prefill worth 40
@@ -365,7 +366,7 @@ def test_a_result_waits_a_tenth_of_its_time_for_others():
         # The first is due at step 22, a tenth after step 20; then at step 51, after step 50.
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together
         engine.go[halt].set()
-        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is running
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # due at once, since nothing else is running
 
 
 def test_results_that_nothing_follows_from_come_all_together():
@@ -401,7 +402,7 @@ def test_a_batch_is_timed_from_first_request_or_previous_end():
     engine, thread = started(1)
     thread.submit(asks(3), version=0)
     between = time.time()
-    thread.submit(asks(4, 9), version=0)  # before the first step
+    thread.submit(asks(4, 9), version=0)  # submitted before the first step
     engine.go[1].set()
     found = thread.collect(SOON_S, is_urgent=False)
     assert lengths_of(found) == [3, 4, 9] and found.start <= between <= found.end
@@ -419,8 +420,8 @@ def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, jud
     config = local_config(object_store_mib=80, deadline_s=120.0)
     earlier = actors()  # actors of other tests
     own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
-    killer = after(lambda: bool(own()), lambda: own()[0].kill())  # while it starts
-    # Much shorter than the deadline, also if the caller only collects now and then.
+    killer = after(lambda: bool(own()), lambda: own()[0].kill())  # kills the engine while it starts
+    # silence_s is much shorter than the deadline, and must hold even if the caller rarely collects.
     with make_pool("main", spec_of(directory, 128), config, silence_s=6.0) as pool:
         killer.join()
         generate(pool, in_groups(1))  # the engine may have been killed just after its start
@@ -459,7 +460,8 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
     gone = ray.exceptions.RaySystemError("cannot connect to the raylet")
     for method, error, kind, said in (
         ("generate", FULL, RuntimeError, full),
-        ("generate", in_the_actor("generate", FULL), RuntimeError, full),  # too large for its return value
+        # The actor's return value does not fit into the object store.
+        ("generate", in_the_actor("generate", FULL), RuntimeError, full),
         # Not the engine's fault: a new one would fail in the same way.
         ("update_weights", in_the_actor("update_weights", ZeroDivisionError("x")), ZeroDivisionError, "traceback"),
         ("generate", in_the_actor("generate", ValueError("two uids")), ValueError, "traceback"),

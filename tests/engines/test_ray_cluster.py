@@ -255,7 +255,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
         assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt or the host
         assert head.wait_for("restarts", seen) == "restarts 0 engines 1"
         third = join()
-        for _ in range(600):  # Ray checks for it only now and then
+        for _ in range(600):  # Ray checks for a lost host only now and then
             time.sleep(0.5)
             seen = len(head.lines())
             head.say("play")

@@ -14,7 +14,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import Rendezvous, SharedBuffer, TransferStore, site_of
 
 MARK = 7.0
-SIZES = (1 << 16, 1, 40_003)  # numbers: a full buffer, the smallest bucket, an odd one
+SIZES = (1 << 16, 1, 40_003)  # numbers of elements: a full buffer, the smallest bucket, an odd number
 ON_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 

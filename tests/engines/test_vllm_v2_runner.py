@@ -35,7 +35,7 @@ from marsrl.rollout.types import Finish
 
 pytestmark = pytest.mark.slow
 
-STOP = "w013 w014"  # texts of two tokens of the cycle
+STOP = "w013 w014"  # stop string of two tokens of the cycle
 WARM = 1.3  # some drafts are rejected, so few tokens suffice
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
 
@@ -47,7 +47,7 @@ def pretend_triton_for_cpus() -> None:
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
     builder = interpreter.interpreter_builder
-    # Computed at each + - * and then dropped, because debug is off.
+    # Overflow checks would be computed at each + - * and then dropped, because debug is off.
     builder.options = replace(builder.options, sanitize_overflow=False)
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
@@ -108,7 +108,7 @@ def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
     told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
     cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
     told["cut"] = cut, decoded(served, cut)
-    told["again"] = cut, decoded(served, cut)  # after cached prefixes
+    told["again"] = cut, decoded(served, cut)  # decoded again, with cached prefixes
     whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
     told["whole"] = whole, decoded(served, whole)
     told["whole_scores"] = served.score([joined(*pair) for pair in zip(*told["whole"], strict=True)], temperature=1.3)
@@ -194,7 +194,7 @@ def test_a_seed_repeats_its_draw_and_seeds_draw_differently(told: dict[str, Any]
 def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkpoint: Any) -> None:
     """The requests include a cached prefix, a later segment and an abort."""
     assert_our_experts(checkpoint("qwen3_moe"), *told[name])
-    assert all(result.routed_experts is None for result in told["whole"][1])  # not requested
+    assert all(result.routed_experts is None for result in told["whole"][1])  # experts were not requested
 
 
 def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
@@ -237,7 +237,7 @@ def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str,
     asks, results = told["guessed"]
     last = np.concatenate([joined(*pair)[len(pair[0].token_ids) - 1 : -1] for pair in zip(asks, results, strict=True)])
     expected = right[last, next_of(last)]
-    assert 0.5 < expected.mean() < 0.95  # some are rejected
+    assert 0.5 < expected.mean() < 0.95  # some drafts are rejected
     found = np.concatenate([result.token_ids for result in results]) == next_of(last)
     assert abs(found.sum() - expected.sum()) < 4 * np.sqrt((expected * (1 - expected)).sum())
 

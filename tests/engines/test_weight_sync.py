@@ -166,7 +166,7 @@ def test_a_full_disk_is_reported_and_leaves_no_half_version(sync, given, tensors
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are needed, but only .* MiB are free; free space"):
         write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})
     assert versions_in(tmp_path) == ["version_0"]
-    shutil.rmtree(tmp_path)  # by another process: no error at the end
+    shutil.rmtree(tmp_path)  # another process removes the folder, and closing raises no error
 
 
 @pytest.mark.parametrize("setting", ["rope_theta", "norm_eps", "has_qk_norm"])
@@ -260,7 +260,7 @@ def test_changes_alone_give_the_same_weights_in_fewer_bytes(desk: Desk) -> None:
     assert (report.num_bytes, report.changed_share) == (whole, num_changed / desk.num_numbers)
     desk.engine.num_broken = 1
     desk.change(0.02)
-    assert desk.publish().changed_share is None  # everything, over new connections
+    assert desk.publish().changed_share is None  # all weights were sent, over new connections
     desk.change(0.02)
     assert desk.publish().num_bytes < 0.1 * whole
 
@@ -276,7 +276,7 @@ def test_wrong_engine_weights_end_the_run_naming_the_tensor(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])  # blocks that are not full, one, several
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])  # less than a block, one block, several
 def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
     before = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
     now = before.clone()

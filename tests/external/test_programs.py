@@ -145,7 +145,8 @@ def test_a_program_is_trained_and_evaluated(
     agents = set(yaml.safe_load(Path(shlex.split(command)[3]).read_text())["agents"])
     assert {sample.agent for sample in samples} <= agents and row["rollout/episodes"] == 4
     assert row["rollout/failed_episodes"] == 0 and all(sample.reward is not None for sample in samples)
-    assert {value for name, value in row.items() if name.endswith("actor/empty_steps")} == {0}  # for each policy
+    # No step of any policy was empty.
+    assert {value for name, value in row.items() if name.endswith("actor/empty_steps")} == {0}
     calls = row["team/calls"] * row["rollout/episodes"]
     match Path(command).stem:
         case "openai_loop":  # a model with random weights is nearly always wrong

@@ -52,7 +52,7 @@ def test_a_changed_thought_is_named() -> None:
     before = [USER, {**ANSWER, "reasoning": "I add them."}]
     now = [USER, {**ANSWER, "reasoning": "I added them."}, MORE]
     assert first_change(before, now) == "the thought of an answer changes at character 6: 'add', 'added'"
-    assert first_change(before, [USER, ANSWER, MORE]) == ""  # not sent back
+    assert first_change(before, [USER, ANSWER, MORE]) == ""  # thoughts were not sent back
 
 
 def test_equal_changes_at_other_places_are_of_one_kind() -> None:

@@ -117,7 +117,7 @@ def test_a_program_is_not_charged_for_the_time_of_open_calls(model: Path) -> Non
         direct.reply("1/solver:0", [5, 6])
         await answer
         direct.now += 20.0
-        assert session.seconds_alone() == 20.0  # the other one is open
+        assert session.seconds_alone() == 20.0  # the other call is still open
         direct.reply("1/solver#1:0", [], Finish.ERROR)
         with pytest.raises(CallLost):
             await other
@@ -147,7 +147,8 @@ def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> Non
         for i in range(4):
             direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
         await asyncio.wait(tasks)
-        for task in (*tasks[1:], tasks[3]):  # not the lost answer; at last the answer that was read last
+        # A retry gets the next unread answer, never the lost one; at the end the last answer again.
+        for task in (*tasks[1:], tasks[3]):
             assert await direct.ask(ask, b"same", is_retry=True) is task
             direct.session.note_read(task)
         assert await direct.ask(ask, b"another", is_retry=True) not in tasks

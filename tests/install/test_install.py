@@ -118,7 +118,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     assert done.returncode == 0, done.stderr
     clone.assert_holds("cpu")  # no GPU, nothing requested
     assert "constraints/install.sh" not in clone.make("install").stdout
-    done = clone.make("install", device="cuda")  # a login node for GPU nodes
+    done = clone.make("install", device="cuda")  # on a login node, for GPU nodes
     assert done.returncode == 0 and "removing the cpu set" in done.stdout, done.stderr
     clone.assert_holds("cuda")
     (clone.folder / "CMakeLists.txt").touch()

@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     directory = runner.folder / "stopped"
     latest, metrics = directory / "checkpoints" / "latest", directory / "metrics.jsonl"
     deadline = time.monotonic() + 900
-    finds_raylet = False  # there is something to leave behind
+    finds_raylet = False  # this process could be left behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
         finds_raylet = finds_raylet or any("raylet" in each.info["name"] for each in left_behind())
@@ -162,7 +162,7 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     process.send_signal(signal.SIGINT)
     stopping = time.monotonic()
     output, _ = process.communicate(timeout=900)
-    elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine also starts slowly
+    elapsed = time.monotonic() - stopping  # docs promise 10 s; a slow machine, which also starts slowly, gets more
     assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0

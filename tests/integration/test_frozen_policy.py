@@ -62,7 +62,7 @@ def test_a_trained_policy_learns_beside_a_frozen_one(tmp_path: Path) -> None:
     rows = read_metrics(directory.path / "metrics.jsonl")
     counted = [row.values.get("cost/verifier1/output_tokens", 0) for row in rows]
     answers = [r for r in verdicts if r.segments]
-    assert sum(counted) == 3 * len(answers)  # the server's count
+    assert sum(counted) == 3 * len(answers)  # as counted by the server
     assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
     summary = load_summary(directory.summary)
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 4

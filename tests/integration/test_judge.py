@@ -101,7 +101,7 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     for row, of_step in zip(rows, steps, strict=True):
         values = row.values
         assert values["judge/missing_share"] == 0
-        if overlap == 0:  # otherwise some are judged in an earlier step than they are trained in
+        if overlap == 0:  # with overlap, some samples are judged before the step that trains them
             judged = [r.answer for r in of_step]
             assert values["judge/calls"] == len(judged)
             assert values["judge/yes_share"] == pytest.approx(judged.count("8") / len(judged))

@@ -33,7 +33,7 @@ MACHINE = (
 )  # fmt: skip
 TOKENS = 4096  # maximum for any prompt and any completion
 TRAINED = {
-    "qwen3_30b_a3b": {"solver", "verifier1"},  # the others come in later steps
+    "qwen3_30b_a3b": {"solver", "verifier1"},  # the other agents play in later steps
     "ulorl": {"solver"},
     "drmas_math": {"solver", "verifier"},
     "drmas_search": {"verifier", "search", "answer"},
@@ -101,7 +101,7 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
         address = server.base_url.removesuffix("/v1")
         if isinstance(paper.tools.search, HttpSearch):
             words.append(f"tools.search.url={address}/retrieve")
-        elif paper.tools.search is not None:  # MARS: the web, and its pages
+        elif paper.tools.search is not None:  # MARS searches the web and reads pages
             words += [f"tools.{tool}.base_url={address}" for tool in ("search", "scholar")]
             words.append("tools.pages={allow_hosts: [127.0.0.1], concurrency: 8, workers: 1}")
         words += ["task_options.workers=1"] if paper.task == "math" else []

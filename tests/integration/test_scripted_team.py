@@ -189,7 +189,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
     samples = samples_of(run)
     drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
-    assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch without repetition over the resume
+    assert len(drawn) == 12 == len(set(drawn.values()))  # no problem repeats within the epoch, also across the resume
     judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
     assert {(r.answer, r.correct) for r in judged} == {("7", 1.0), ("8", 0.25)}
     unknown = [r for r in samples if r.answer is not None and r.problem_id == "problems:6"]
@@ -237,10 +237,11 @@ def test_evaluations_between_steps_do_not_change_the_steps(
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
-    assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err  # the draws of step 2
+    # Reuses the draws of the evaluation at step 2.
+    assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
-    assert run.steps_on_disk() == [1, 2]  # the first evaluation is the best so far; the last step
+    assert run.steps_on_disk() == [1, 2]  # kept: step 1, which may be the best evaluated one, and the last step
     best = 1 + (evaluated[1]["eval/system"] > evaluated[0]["eval/system"])
     assert (run.checkpoints / "best").read_text() == f"step_{best}\n"
 
@@ -360,7 +361,8 @@ def test_sleeping_engines_keep_weights_if_no_publish_follows(play: Play, tmp_pat
     colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
     together = play(*colocated)
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
-    assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the start's weights: awake
+    # First the sync's probes around the initial weights, while the engines are awake.
+    assert CALLS[:3] == ["score", "update_weights", "score"]
     assert CALLS[3:] == ["submit", "sleep", *sync] * 2  # weights are not kept, because each step publishes new ones
     spans = [span for span in read_trace(together.trace) if span.lane == "rank/0"]
     assert [s.name for s in spans if s.name in ("sleep", "step", "publish")][-6:] == ["sleep", "step", "publish"] * 2

@@ -192,7 +192,7 @@ HEADS = {
         ("linear_policy_loss with main_grad", OBJECTIVES[""], {"has_main_grad": True}),
     )
 }
-# Left out in most layouts: they read hardly any other tensors.
+# These calls read hardly any tensors that the others do not, so most layouts leave them out.
 MORE = {
     f"linear_policy_loss without support{which}, bfloat16": _head(BF16, objective, has_support=False)
     for which, objective in OBJECTIVES.items()

@@ -212,7 +212,7 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
     z[4] = 88.0
     if columns > 1:
         z[5, columns // 2] = -1e30
-    z[6] += torch.arange(columns) * 0.02  # by 10 per block
+    z[6] += torch.arange(columns) * 0.02  # rises by 10 per block
     z[7] = z[6].flip(0)
     z[8, columns // 3] = 300.0  # the sums before it vanish
     return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])

@@ -105,7 +105,7 @@ def test_the_host_never_waits_for_a_drained_stream(ratio, has_main_grad):
         out = linear_logprob(hidden, weight, targets)
         (out.logprobs.sum() + out.entropy.sum()).backward()
 
-    step()  # compiles
+    step()  # the first call compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()

@@ -90,7 +90,7 @@ def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str
 
 
 def test_an_importance_that_tis_truncates_is_biased(implementation: str) -> None:
-    for high, is_exact in ((2.0, False), (3.2, True)):  # the largest is 3.1
+    for high, is_exact in ((2.0, False), (3.2, True)):  # the largest importance is 3.1
         objective = PolicyObjective(kl="k3", kl_coef=1.0, correction="tis", correction_high=high)
         assert (off(expected(objective, OLDER)[1]) < 1e-6) == is_exact
 

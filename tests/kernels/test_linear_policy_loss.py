@@ -136,7 +136,7 @@ def test_the_number_of_threads_is_not_seen(dtype, name):
 
 def test_a_support_gives_the_softmax_over_its_columns():
     """Compare with the definition, row by row."""
-    columns = 131  # and padding
+    columns = 131  # the remaining columns are padding
     hidden, weight, targets = head_case(40, 16, 160)
     targets, heat = targets % columns, torch.rand(40).double() + 0.5
     leaves = [each.double().requires_grad_() for each in (hidden, weight)]

@@ -33,7 +33,7 @@ def test_segments_are_summed(target):
         sequence_sums_triton(of(T, dtype=FP32), None, ints(S + 1))
 
 
-@pytest.mark.parametrize("width", [768, 12288])  # an expert's; a dense layer has no weights
+@pytest.mark.parametrize("width", [768, 12288])  # 768 is the width of an expert; a dense layer has no weights
 def test_swiglu(width, target):
     with compile_well(target, ["forward_rows", "gradient_rows"], is_wide=True):
         both_ways(TritonSwiglu(), (of(T, 2 * width), of(T, dtype=FP32) if width == 768 else None), (True, True))

@@ -68,7 +68,7 @@ def test_packing_and_gating_on_a_gpu_do_not_synchronise(monkeypatch):
         mpt_gate(entropy, packed.mask, bounds, positive)
         return packed, kept_rows(packed.mask, num_kept=num_kept)
 
-    all_of_it()  # compiles
+    all_of_it()  # the first call compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         packed, rows = all_of_it()

@@ -123,7 +123,7 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
     assert (kept["trainer"][7], kept["entropy"][7], kept["trainer"][110]) == (-0.7, 0.35, None)
     assert "".join(kept["text"]) == ask("sample", run=0, step=6, line=3)["record"]["text"] and len(kept["text"]) == 120
     assert [each["line"] for each in near] == [3, 1]  # samples of the same agent come first
-    # Step 0 is nearer, but its file is damaged.
+    # Step 0 is nearer to step 1, but its file is damaged.
     assert ask("tokens", run=0, step=1, line=1) == {"kept": None, "near": {"step": 6, "samples": near[::-1]}}
     with pytest.raises(ValueError, match="step_0.parquet is not a token log"):
         ask("tokens", run=0, step=0, line=1)

@@ -130,11 +130,11 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     stepped(policy)
     save(saves, 1, policy)
     then = weights(policy)
-    expected = [stepped(policy), stepped(policy)]  # before the first is written
+    expected = [stepped(policy), stepped(policy)]  # trains on while the first save still writes
     saves.finish_if_written()
     assert run.latest_checkpoint() is None and not run.checkpoint(1).exists()
     may_write.set()
-    save(saves, 3, policy)  # waits for the first
+    save(saves, 3, policy)  # waits for the first save
     found = run.latest_checkpoint()
     assert found is not None and found.step == 1 and damage(found.path) == []
     export(found.path, tmp_path / "hf")
@@ -155,7 +155,8 @@ def test_failed_writes_are_reported_and_keep_the_last_checkpoint(trained: Traine
         save(saves, 3, policy)
         saves.finish()  # an asynchronous save fails here
 
-    for limit in (10, 2000, 100_000):  # rank 0's own files; the policy's small ones; in the middle of the tensors
+    # The disk is full at rank 0's own files, at the policy's small files, or in the middle of the tensors.
+    for limit in (10, 2000, 100_000):
         with files_up_to(limit), pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
             attempt()
         assert "rank 0: OSError: [Errno 27]" in str(error.value) and "free disk space, or fix what" in str(error.value)

@@ -144,7 +144,7 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
         assert kept[uid][0] == number == (2 if uid == "s7" else 1)
         for column, values in zip(kept[uid][1:3], expected[:2], strict=True):
             assert column == pytest.approx(values, abs=1e-3 if number == 2 else 1e-5), uid
-        assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # ratios of 1
+        assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # the first update has ratios of 1
     # There are choices that differ and clipped tokens to compare.
     assert expected_steps[1][5] > 0 and any(1 in marks for *_, marks in expected_kept.values())
 

@@ -71,7 +71,7 @@ def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
     ours, off = tiny.gradients(policy), []
     for name, hf in names.items():
         expected = theirs[hf]
-        rows = expected.shape[0]  # padded if they are tokens
+        rows = expected.shape[0]  # tensors with a row per token are padded
         off.append((ours[name][:rows].reshape(expected.shape) - expected).abs().max())
     return float(max(off))
 
@@ -127,7 +127,7 @@ def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(8)
     parts = [samples[:4], samples[4:]]
-    own = Judge(folder)  # the start weights' choices
+    own = Judge(folder)  # the experts that the initial weights choose
     recorded = []
     with torch.no_grad():
         for s in samples:

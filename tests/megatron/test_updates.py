@@ -58,7 +58,8 @@ KL = replace(ALIKE, kl_coef=0.3)
         ("qwen3", replace(KL, kl="k2"), {}, Average(), 1),
         ("qwen3_moe", replace(KL, kl="k3"), {}, Average(), 1),
         ("qwen3_moe", ALIKE, {}, Average(), 3),  # later updates clip relative to the policy before the first
-        ("qwen3", [replace(ALIKE, clip_low=0.3), replace(ALIKE, clip_high=0.4)], {}, Average(), 3),  # by agent
+        # One objective per agent.
+        ("qwen3", [replace(ALIKE, clip_low=0.3), replace(ALIKE, clip_high=0.4)], {}, Average(), 3),
     ],
 )
 def test_a_step_equals_plain_pytorch(

@@ -22,7 +22,7 @@ from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import resolve
 
 MODELS = {"qwen3_8b": "Qwen3-8B", "qwen3_30b_a3b_8xh100": "Qwen3-30B-A3B", "single_gpu": "Qwen3-1.7B"}
-OTHERS = "rollout.ray_address=192.0.2.200:6379"  # nothing answers there, and nothing is asked
+OTHERS = "rollout.ray_address=192.0.2.200:6379"  # no host has this address, and none is contacted
 VARIED: dict[str, tuple[object, ...]] = {
     "rollout.engines": (1, 2, 3, 5, 8),
     "rollout.placement": ("colocated",),

@@ -37,7 +37,7 @@ from marsrl.trainer.learner.megatron.layout import Layout
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]
-FITS_ON = {  # GPUs
+FITS_ON = {  # number of GPUs
     "qwen3_30b_a3b": 64,
     "qwen3_30b_a3b_8xh100": 8,
     "qwen3_30b_a3b_8xh200": 8,
@@ -105,7 +105,7 @@ def test_a_preset_is_within_5_percent_of_the_best_layout(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(FITS_ON))
 def test_numbers_in_comments_of_a_preset_are_planned(preset: str) -> None:
-    """Free memory in whole GiB, or tenths where written so, and sequences that fit are rounded down."""
+    """Free memory is rounded down to whole GiB, or to tenths if the comment has tenths; so are the sequences that fit."""
     text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
     plan = planned(preset, FITS_ON[preset])
     policy, gpu = plan.policies[0], hw.GPUS[plan.gpu]
@@ -197,7 +197,7 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
     seconds = [rollout_time(setup, memory, H100, few).seconds for setup in (whole, half)]
     assert seconds[1] < seconds[0]
     of_files = [sync_time("shm", setup, 4, 1, 12, H100) for setup in (whole, half)]
-    assert of_files[0] == of_files[1]  # they are rounded where they arrive
+    assert of_files[0] == of_files[1]  # weights are rounded where they arrive
     for backend in ("nccl", "ipc"):
         plain, rounding = (sync_time(backend, setup, 4, 1, 12, H100) for setup in (whole, half))
         assert (rounding.send, rounding.copy, rounding.links_alone) == (plain.send, plain.copy, plain.links_alone)
@@ -354,7 +354,7 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     before, solver, verifier, after = map(int, re.findall(pattern, note)[0])
     assert solver + verifier == 8 and solver > verifier and after < before / 2
     alone = max(policy.rollout.seconds for policy in near.policies)
-    assert after <= round(alone)  # no worse than by hand
+    assert after <= round(alone)  # the proposed split is as good as the best one found by hand
     one = planned("drmas_math", 8)
     assert not any("share" in note and "engines" in note for note in one.notes)
 

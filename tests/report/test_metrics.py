@@ -69,7 +69,8 @@ def test_zeros_are_told_with_a_number_and_an_example() -> None:
     assert unread("critic", "", [plain, plain, cut]) == (
         '33 % of critic\'s completions (1 of 3) were cut at 128 tokens; one ends "so we␛[2J␉add"'
     )
-    assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""  # a fifth is the limit
+    # A fifth of unread outputs is the limit.
+    assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""
     assert unread("solver", form, [unasked]).endswith("; 100 % had a prompt longer than agents.solver.max_input_tokens")
 
 

@@ -38,7 +38,7 @@ def test_only_a_request_that_no_engine_survives_fails(how: str, count: int, atte
     assert failed.uid == "7/solver:0" and failed.finish is Finish.ERROR and len(failed.token_ids) == 0
     assert "rollout.max_request_attempts" in failed.error and "has died" in failed.error
     num_had = sum(had.count("7/solver:0") for had in replicas.had)
-    assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last time alone
+    assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last attempt is alone
     faults = pool.take_faults()
     assert (faults.failed, faults.resubmitted) == (1, sum(map(len, replicas.had)) - 24)
     assert all(map(is_whole, served(pool, asks(7), how)))  # the pool continues to serve
@@ -79,8 +79,9 @@ def test_a_pool_fills_its_free_slots_and_then_has_no_room() -> None:
     while not (ended := pool.collect(0.0)):
         assert [len(had) for had in replicas.had] == [3, 3]
     num_sent = 6 + len(ended)
-    assert [each.finish for each in pool.drain()] == [Finish.UNFINISHED] * (12 - len(ended))  # a drain ends nothing
-    assert sum(map(len, replicas.had)) == num_sent  # and starts nothing
+    # A drain gives up no request.
+    assert [each.finish for each in pool.drain()] == [Finish.UNFINISHED] * (12 - len(ended))
+    assert sum(map(len, replicas.had)) == num_sent  # a drain sends no waiting request
     unlimited = MortalReplicas(2).pool()
     assert unlimited.num_slots is None and not unlimited.has_room
 
@@ -123,7 +124,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
     scores, other = pool.score(sequences)  # also a sync's probe
     replicas.dead.add(0)
-    for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):  # and a teacher's
+    for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):  # also a teacher's scores
         assert all(np.array_equal(one, each) for each in same)
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 
@@ -333,7 +334,8 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     replicas = Unlucky(config.engines, seed=2, share=0.25)
     unlucky = played(config, replicas)
     groups = [group for batch in unlucky.train(8) for group in batch]
-    told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts  # + the next batch's
+    # Includes the faults that the next batch will report.
+    told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts
     assert told == len(replicas.restarts) > 3
     assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
     assert len(groups) >= 8

@@ -152,7 +152,7 @@ def test_a_late_judgement_is_missing_and_is_not_waited_for(desk: Make) -> None:
     assert reward.is_missing and "within judge.timeout_s = 0.2 s" in reward.note
     again = judged.judge.submit(PERU, "Lima", "train")
     Deaf.may_answer.set()
-    again.result(60)  # by its own request, or too late as well on a busy machine
+    again.result(60)  # answered by its own request or, on a busy machine, late again
     judged.judge.sleep()  # aborted requests come back and are ignored
     counts = judged.judge.take_counts("train")
     assert counts["judge/calls"] == counts["judge/missing"] + counts["judge/yes"] == 2 and counts["judge/missing"] >= 1

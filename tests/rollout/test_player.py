@@ -154,7 +154,7 @@ def test_unreadable_outputs_are_penalised_if_configured() -> None:
 
 
 def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
-    # At most 48 tokens, with a penalty from 38 on, by length alone, whatever the answer and the reason for the end.
+    # A completion has at most 48 tokens, with a penalty from 38 on. Only the length decides, not the answer or the finish reason.
     def reward(own: dict[str, Any], said: str, finish: Finish = Finish.STOP, **options: Any) -> Reward:
         stages = stages_of(**options)
         solver = AgentConfig.model_validate(own)
@@ -176,7 +176,7 @@ def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
     assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
     carried_over = reward(
         {**own, "max_response_tokens": 30}, "." * 40, Finish.LENGTH
-    )  # from before the limit was lowered
+    )  # a sample from before the limit was lowered
     assert carried_over.value == -1
     assert reward({}, "." * 48, Finish.LENGTH) == Reward(0.0, 0.0, note="overlong")
 

@@ -89,7 +89,7 @@ def looker() -> Looker:
 
 EVEN = ("a<look>ab</look>", "c more", "e=7")
 ODD = ("b<ask>cd</ask>", "d<look>q</look>", "f=8")
-ENDED = {  # each of these complete episodes
+ENDED = {  # text of a finished Solver: 0 for even draws, 1 for odd ones
     0: "a<look>ab</look>[abab]c more|go on\ne=7",
     1: "b<ask>cd</ask>(help!!!)d<look>q</look>[qq]f=8",
 }

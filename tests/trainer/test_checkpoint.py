@@ -58,7 +58,8 @@ class WordLearner:
 
 class UnfitLearner(WordLearner):
     def load(self, folder: Path) -> None:
-        raise CheckpointException("plan", {0: (KeyError(f"optimizer of {folder}"), StackSummary())})  # not an Exception
+        # CheckpointException is no subclass of Exception.
+        raise CheckpointException("plan", {0: (KeyError(f"optimizer of {folder}"), StackSummary())})
 
 
 def state_after(step: int) -> RolloutState:

@@ -72,7 +72,7 @@ def test_a_part_of_the_tokens_that_is_off_is_named(passes: Any, fails: Any, says
 def test_later_versions_are_judged_by_the_first_comparison() -> None:
     comparison, near = EngineComparison(), EngineComparison()
     comparison.compare(TRAINER, [engine(2.2)], 0)
-    # Never more than the first may have.
+    # The bound of a later version is never above that of the first.
     assert re.search(r"expected at most 0\.0\d+ \(3 x", refusal([engine(3.6)], comparison=comparison))
     near.compare(TRAINER, [engine(0.2)], 0)
     near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than the rounding error

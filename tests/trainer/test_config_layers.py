@@ -249,7 +249,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
         return [warning for warning in found if warning.startswith("rollout.engine is")]
 
     assert warned() == ["rollout.engine is vllm, which ignores rollout.local.max_num_seqs"]
-    assert warned("rollout.engine=local") == []  # the file's vLLM settings apply when it decodes
+    assert warned("rollout.engine=local") == []  # the file's vLLM settings would apply if vLLM decoded
     word = "rollout.vllm.max_num_seqs=8"
     ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
     assert warned("rollout.engine=local", word) == [ignored]

@@ -78,7 +78,7 @@ def test_kept_tokens_are_stored_at_the_predicting_position() -> None:
     ("places", "said"),
     [
         ([[3, 4], [6], [7]], "token 1 of sample s is 5, but it is not among the 1"),
-        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # an index too far
+        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # an index beyond the last one
     ],
 )
 def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], said: str) -> None:

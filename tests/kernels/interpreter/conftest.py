@@ -22,7 +22,7 @@ if IS_INTERPRETED:
 
 def pytest_configure(config: pytest.Config) -> None:
     for message in (
-        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # from Triton, about NumPy
+        "ignore:Conversion of an array with ndim > 0:DeprecationWarning",  # Triton's own use of NumPy
         "ignore::RuntimeWarning:triton",  # NaN and infinities in masked elements, silent on a GPU
     ):
         config.addinivalue_line("filterwarnings", message)
@@ -42,6 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _triton_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Use Triton for every op, with NaN in torch.empty, so that elements which a kernel does not write show."""
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, which also imports inductor
+    torch.set_deterministic_debug_mode("error")  # like use_deterministic_algorithms, which would also import inductor
     yield
     torch.set_deterministic_debug_mode("default")
