@@ -10,7 +10,7 @@ import torch
 
 from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
-VOCABULARY = 151_643  # Qwen's, without control tokens
+VOCABULARY = 151_643  # size of Qwen's vocabulary without control tokens
 
 _ROPE = {"rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
-    """Write a model of width 64 with vectors (norms, biases) perturbed by 0.1; sizes: override the config's."""
+    """Write a model of width 64 with vectors (norms, biases) perturbed by 0.1. sizes: replace the config's sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

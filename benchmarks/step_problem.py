@@ -54,7 +54,8 @@ def problem_of(
 ) -> StepProblem:
     """Return one of PROBLEMS, or a batch of 16 short texts for the model in a directory.
 
-    dtype, micro_batch_tokens: override the problem's. The batch grows with its micro-batches, so that as many are full.
+    dtype, micro_batch_tokens: replace the problem's values. The batch grows in proportion, so that the number of full
+        micro-batches stays the same.
     """
     if model in PROBLEMS:
         problem = PROBLEMS[model]

@@ -119,7 +119,7 @@ class Whole:
     """Stand-in for a learner and its Converter, whose model one rank holds whole."""
 
     def __init__(self, tensors: dict[str, Any], device: Any = None) -> None:
-        """tensors: on the device, a torch.device; None: the CPU."""
+        """Hold these tensors, which are on `device` (None: the CPU)."""
         import torch
 
         from marsrl.rollout.weights.layout import box_of, stacked, whole_box

@@ -12,14 +12,14 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     No size may exceed the capacity.
     """
     num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    # A tree: each node has the largest room of the bins below it, including unopened ones.
+    # Binary tree over all bins, opened or not: each node has the largest room among the bins below it.
     room = [capacity] * (2 * num_leaves)
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size, node = sizes[index], 1
         while node < num_leaves:
             node *= 2
-            node += room[node] < size  # the leftmost bin with room for it
+            node += room[node] < size  # go to the leftmost bin with enough room
         if node - num_leaves == len(bins):
             bins.append([])
         bins[node - num_leaves].append(index)

@@ -68,7 +68,7 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
                 "object on each line"
             )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and thousands of brackets
         return BadLine(f"not readable as JSON: {error}")
     return _object(row)
 

@@ -42,7 +42,8 @@ _FAMILIES = {
         sliding_window=4096, fixed={"attention_bias": False, "mlp_bias": False, "llama_4_scaling": None}
     ),
 }
-_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}  # in all families
+# Values required in all families.
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}
 
 
 @dataclass(frozen=True)

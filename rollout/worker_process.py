@@ -108,7 +108,7 @@ class _WorkerProcess:
         """Kill the worker and its children, wait, and return its exit code. Thread-safe; may be called repeatedly."""
         with self._ending:
             if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended and left no children
+                with contextlib.suppress(ProcessLookupError):  # the worker has ended and left no children
                     os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
 

@@ -57,7 +57,7 @@ POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapt
 TEAM = ("solver", *CRITICS)
 WHOLE_WEIGHTS = ("base=null", "dtype=float32", "adapter=null", "optimizer.lr=6.0e-4")
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
-REFILL = "rollout.refill={groups: 6, most: 2.0}"  # of 8 problems
+REFILL = "rollout.refill={groups: 6, most: 2.0}"  # a step has 8 problems
 MOSTLY_RIGHT = ("orchestration=solver", STRONG, "run.eval_every=3", "run.keep_best=false")
 
 STUDIES = {
@@ -134,7 +134,7 @@ STUDIES = {
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
 """Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes. Verifier
-and Corrector: this seed's, before training (untrained) or after it.
+and Corrector: those of this seed, before training (untrained) or after it.
 """
 # A model of 107,456 instead of 568,416 parameters. It errs mostly at + and -; this team's tutors err mostly at *.
 OTHER_KIND = (

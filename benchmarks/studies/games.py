@@ -19,7 +19,7 @@ from typing import Any
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 Chat = list[dict[str, str]]
 Measured = tuple[dict[str, float], dict[str, list[float | None]]]
-"""Numbers of a training, and curves over its checkpoints; the first value is the start's."""
+"""Numbers of a training, and curves over its checkpoints; a curve's first value is that of the initial model."""
 
 
 @dataclass(frozen=True)

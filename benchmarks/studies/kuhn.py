@@ -126,7 +126,9 @@ def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
 START = {
     (card, history): (card + turn) % 3 + 1 for turn, history in enumerate(("", "0", "1", "01")) for card in (1, 2, 3)
 }
-"""Bets in four games that the start has imitated. With even moves it ignores cards, and RL moves all points together."""
+"""Number of bets in four games that the initial model has imitated, by decision point.
+
+With equal numbers it would ignore the cards, and RL would move all decision points together."""
 KL = ("loss.kl=k3", "loss.kl_coef=0.2")
 GAME = Game(
     file=Path(__file__).resolve(),

@@ -97,7 +97,7 @@ def variances(groups: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
 
 
 def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
-    """Score a training's policies. variance: that of the advantages, divided by that of `none`'s; mean over steps."""
+    """Score a training's policies. variance: variance of the advantages divided by that of the arm `none`; mean over steps."""
     from marsrl.trainer.report.samples_log import read_samples
 
     gains, hints = zip(*map(scored, models), strict=True)

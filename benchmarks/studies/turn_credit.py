@@ -82,27 +82,29 @@ def _sample(session: int, rewards: Rewards) -> Sample:
 
 
 def ours(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.turns=returns."""
+    """Return the advantages of credit.turns=returns."""
     samples = samples_of(sessions).samples
     found = turn_advantages(samples, CreditConfig(std="none", turns="returns"))
     return [found[sample.uid] for sample in samples]
 
 
 def leave_one_out(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=none: a session's return minus the mean return of the other sessions."""
+    """Return the advantages of credit.std=none: a session's return minus the mean return of the other sessions."""
     whole = [sum(rewards) for rewards in sessions]
     return [[each - fmean(whole[:i] + whole[i + 1 :])] * len(sessions[i]) for i, each in enumerate(whole)]
 
 
 def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """credit.std=biased (GRPO): a session's return minus the mean of all returns, divided by their standard deviation."""
+    """Return the advantages of credit.std=biased (GRPO): a session's return minus the mean of all returns, divided by their
+    standard deviation."""
     whole = [sum(rewards) for rewards in sessions]
     mean, std = fmean(whole), pstdev(whole)
     return [[(each - mean) / std if std else 0.0] * len(rewards) for each, rewards in zip(whole, sessions, strict=True)]
 
 
 def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """Rewards minus the mean of their turn index, summed from each turn on (MT-GRPO ports; github.com/verl-project/verl#7244)."""
+    """Return rewards minus the mean of their turn index, summed from each turn on (MT-GRPO ports;
+    github.com/verl-project/verl#7244)."""
     longest = max(map(len, sessions))
     means = [fmean(rewards[k] for rewards in sessions if len(rewards) > k) for k in range(longest)]
     return [
@@ -112,7 +114,7 @@ def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def mean_over_calls(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """A session's return minus the mean in which each call counts once (Dr. MAS without its standard deviation)."""
+    """Return a session's return minus the mean in which each call counts once (Dr. MAS without its standard deviation)."""
     mean = fmean(sum(rewards) for rewards in sessions for _ in rewards)
     return [[sum(rewards) - mean] * len(rewards) for rewards in sessions]
 

@@ -1,4 +1,4 @@
-"""Advantages: a sample's reward relative to its siblings'."""
+"""Advantages: rewards of samples, relative to those of samples that they are compared with."""
 
 import torch
 from torch import Tensor

@@ -10,7 +10,7 @@ from marsrl.kernels.dispatch import late_function
 from marsrl.kernels.main_grad import MainGrad
 from marsrl.kernels.triton_machine import machine_lacks_triton
 
-ALIGNMENT = 8  # in bfloat16 numbers, as the kernel reads 16 bytes at a time
+ALIGNMENT = 8  # bfloat16 numbers; the kernel reads 16 bytes at a time
 
 
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:

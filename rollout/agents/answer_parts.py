@@ -249,7 +249,7 @@ def _endpoint(part: list[str]) -> Expr | None:
 
 
 def _matrix(part: list[str]) -> list[list[list[str]]] | None:
-    """Return rows of elements, each multiplied by the factor before the matrix; brackets around it are ignored."""
+    """Return rows of elements, each multiplied by the factor before the matrix; brackets around the matrix are ignored."""
     if bracketed(part) and part[0] in ("(", "["):
         part = stripped(part[1:-1])
     start = next((i for i, token in enumerate(part) if token.startswith(r"\begin")), None)

@@ -21,7 +21,7 @@ from mpmath import mp
 from marsrl.rollout.agents.answer_latex import ACCENTS, Tokens, normal
 
 _FEW_DIGITS, _MANY_DIGITS = 60, 360
-_EXACT_BITS = 1 << 17  # larger rationals are rounded
+_EXACT_BITS = 1 << 17  # maximum bits of an exact rational; larger ones are rounded
 _LARGEST = 10**30  # maximum argument of growing or oscillating functions; beyond it too few digits are exact
 _LONGEST = 1 << 13  # maximum bits before the point, or zeros after it, when an irrational number becomes a fraction
 _MOST_EXACT = 5000  # largest n of an exact n!

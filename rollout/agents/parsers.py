@@ -28,13 +28,14 @@ _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
 _VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
-_MAX_STATED, _MAX_WORDS = 200, 3  # maximum characters and words of an answer outside a box; longer text is an argument
+# Maximum characters and words of an answer outside a box; longer text counts as reasoning.
+_MAX_STATED, _MAX_WORDS = 200, 3
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not a LaTeX command
 _STATED = re.compile(
     r"\banswer[ \t*]*(?:\bis\b|[:：=])[\s*:]*+(?!(?:not|correct|incorrect|right|wrong)\b)|^[ \t]*####(?!#)",
     re.IGNORECASE | re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r"\.[*_]*(?=\s)")  # not an exclamation mark, which may be a factorial
+_SENTENCE_END = re.compile(r"\.[*_]*(?=\s)")  # only full stops: an exclamation mark may be a factorial
 _NUMBER = re.compile(r"[-+]?(?:\\?[$€£])?[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\\?%)?")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 

@@ -79,7 +79,7 @@ class PromptSet:
             values.get("problem", ""),
             self.suffix,
             *(turn.content for turn in turns),
-        )  # not other agents' texts
+        )  # other agents' texts do not count
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*shown_texts):
             below.append(self.form)

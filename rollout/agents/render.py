@@ -307,7 +307,7 @@ class ChatRenderer:
 
     def _with_twins(self, template: str) -> str:
         """Return the template, changed so that it also searches for the twins of the control words that it searches for."""
-        assert self._control_pattern is not None  # otherwise no content has twins
+        assert self._control_pattern is not None  # without control words no content would have twins
         pattern = self._control_pattern
 
         def disguise(literal: re.Match[str]) -> str:

@@ -157,8 +157,9 @@ class EngineSpec:
     """Settings from which one engine is built, in this process or another.
 
     kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: prompt and completion together, tokens.
-    threads: torch's, on a CPU. device: "cpu" or "cuda". sleeps: the engine shares its GPU with the trainer, and sleep() is
-    used. records: data besides log-probs that requests may ask for. adapters: served ones, by name.
+    threads: number of torch's threads on a CPU. device: "cpu" or "cuda". sleeps: the engine shares its GPU with the trainer, and
+    sleep() is used. records: data besides log-probs that requests may ask for. adapters: settings of the served adapters, by
+    name.
     """
 
     kind: str
@@ -273,7 +274,7 @@ class Engine(ABC):
     """
 
     def __init__(self, adapters: Iterable[str] = ()) -> None:
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the bare weights
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # current version by adapter; "" is the bare weights
         self._inbox: deque[DecodeRequest] = deque()  # requests submitted since the last `collect`
         self._aborts: deque[str | None] = deque()  # adapters whose requests to abort; None: all
         self._num_decoded = 0

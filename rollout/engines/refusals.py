@@ -181,7 +181,7 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
 
 
 def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[str, ...]:
-    """Return messages about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
+    """Return messages about options that vLLM does not support on "cpu" or "cuda". records: data recorded for each token."""
     reasons, sampler = [], options.sampler_on(device)
     if options.quantization is not None and device == "cpu" and not _has_amx():
         reasons.append(

@@ -17,7 +17,8 @@ SESSION = "session"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of one turn. uid: uid of the turn's sample. logprobs: nats. error: why an engine failed."""
+    """Tokens of one turn. uid: uid of the turn's sample. logprobs: nats. error: reason why the engine failed; "" if it did
+    not."""
 
     uid: str
     token_ids: IntArray

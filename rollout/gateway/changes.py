@@ -54,7 +54,7 @@ def _form(message: ChatMessage) -> tuple[str, str, Sequence[Any]]:
 def _change(old: str, new: str) -> str:
     """Return `character 331: '10:01', '10:02'`; characters are counted from 1."""
     length = min(len(old), len(new))
-    low, high = 0, length  # the common prefix has low to high characters
+    low, high = 0, length  # bounds on the length of the common prefix
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if old[low:middle] == new[low:middle] else (low, middle - 1)

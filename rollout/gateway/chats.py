@@ -46,7 +46,7 @@ class Ask:
 
     @property
     def shown(self) -> Any:
-        """Chat template options of this call, in addition to the agent's."""
+        """Tools and template options of this call, on which the prompt depends besides the messages."""
         return (self.tools, self.options) if self.options else self.tools
 
 

@@ -17,7 +17,7 @@ class ExternalConfig(Settings):
     environment: str | None = None
     """instead of a function: FILE.py:CLASS with reset(problem) and step(text), in which agents act (docs/external.md)"""
     command: list[str] = Field(default_factory=list)
-    """instead of both: a program, started once per session, with the problem on its standard input"""
+    """instead of function or environment: a program, started once per session, with the problem on its standard input"""
     python: str | None = None
     """Python interpreter of the workers, 3.9 or later, such as one of another virtual environment; default: this one"""
     workers: CountOr0 = 1

@@ -47,7 +47,7 @@ class Gateway:
         sums_turns: bool = False,
     ) -> None:
         self.config, self.agents, self._clock, self._sums_turns = config, agents, clock, sums_turns
-        self._news = threading.Condition()  # its lock guards everything that both threads use
+        self._news = threading.Condition()  # signals news for the player; its lock guards all that both threads use
         # Queued sessions, by Session.trains.
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}
         self._calls: dict[str, list[Call]] = {}  # calls not taken yet, by session

@@ -33,8 +33,9 @@ from marsrl.rollout.gateway.history import ChatMessage, Strand
 from marsrl.rollout.types import Caller, IntArray, Prefix
 
 _OWN = ("X-Marsrl-Lineage", "X-Marsrl-Lineage-Parent")
-_WINDOW = "x-codex-window-id"  # a thread's id, and the number of its compactions
-_NAMES = (_OWN[0], "X-Claude-Code-Agent-Id", "thread-id", _WINDOW, "X-Session-Id")  # Claude Code, Codex, OpenCode
+_WINDOW = "x-codex-window-id"  # header with a thread's id and the number of its compactions
+# Headers of marsrl, Claude Code, Codex and OpenCode.
+_NAMES = (_OWN[0], "X-Claude-Code-Agent-Id", "thread-id", _WINDOW, "X-Session-Id")
 _PARENTS = (_OWN[1], "X-Claude-Code-Parent-Agent-Id", "x-codex-parent-thread-id", "x-parent-session-id")
 _MOST_NAME = 128  # characters
 _PIECE = 64  # characters of each excerpt of an answer that is looked for in a new chat
@@ -194,15 +195,15 @@ class Lineages:
     """Lineages of a session; see the module. most_names: maximum number of names (external.max_lineages)."""
 
     most_names: int
-    _all: list[Lineage] = field(default_factory=list)  # in order of first calls
+    _all: list[Lineage] = field(default_factory=list)  # all lineages, in order of first calls
     _named: dict[str, Lineage] = field(default_factory=dict)
     _begun: dict[Strand, _Begun] = field(default_factory=dict)
     _strands: dict[int, Strand] = field(default_factory=dict)  # strand of each call, by the call's number
-    _answered: dict[int, int] = field(default_factory=dict)  # number of calls when each call was answered
-    _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # by agent
+    _answered: dict[int, int] = field(default_factory=dict)  # by call: number of calls made before its answer
+    _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # tokens of each agent's samples
     _latest: deque[tuple[int, Ask, Sequence[str]]] = field(
         default_factory=lambda: deque(maxlen=_LATEST)
-    )  # long answers
+    )  # latest calls with long answers: (number, request, excerpts of the answer)
 
     def check(self, ask: Ask) -> None:
         """Raise Refused if the call names a new lineage and the session already has the maximum number of names."""
@@ -267,7 +268,7 @@ class Lineages:
     def settle(self) -> Settled:
         """Join successors to the lineages that they follow, and find callers."""
         whole: dict[Lineage, Lineage] = {}
-        calls: dict[Lineage, list[int]] = {}  # in order of first calls
+        calls: dict[Lineage, list[int]] = {}  # numbers of calls by lineage, in order of first calls
         for lineage in self._all:
             before = None if lineage.held is None else whole[self._begun[self._strands[lineage.held]].lineage]
             if before is not None and calls[before][-1] < lineage.calls[0]:

@@ -1,6 +1,6 @@
 """One session: a program's calls while it plays a problem, the samples they form, and limits on both.
 
-Everything runs in the server's thread, except that replies come from the player's.
+Everything runs in the server's thread, except for replies, which come from the player's thread.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ class Session:
         self._note_end()
         self._open.discard(task)
         if not task.cancelled():
-            task.exception()  # wakes tasks that wait for it
+            task.exception()  # reading the exception keeps asyncio from reporting it as unhandled
 
 
 async def _rendered(

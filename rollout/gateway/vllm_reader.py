@@ -73,7 +73,7 @@ class VllmReader:
 
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # avoids a traceback for each malformed call
         self.reads_calls = tool_parser is not None
-        # A copy, because encoding by a parser briefly changes the tokenizer, and other threads use the renderer's.
+        # A copy, because encoding by a parser briefly changes the tokenizer, and other threads use the renderer's tokenizer.
         self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)
         named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
         try:

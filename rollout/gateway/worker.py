@@ -139,7 +139,7 @@ class Worker:
         self._lock = threading.Lock()  # guards the next field
         # Functions that end running sessions, by key. A key may occur twice.
         self._open: dict[str, Callable[[], Any]] = {}
-        self._loop = asyncio.new_event_loop()  # for async functions
+        self._loop = asyncio.new_event_loop()  # event loop for async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -228,7 +228,7 @@ def environment_of(name: str) -> Callable[..., Any]:
         reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs;
                                        problem.agents: the agents' names
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
-                   -> messages, -0.1   the same, and a reward of the turn that wrote the text, added to its agent's
+                   -> messages, -0.1   the same, and a reward for the turn that wrote the text, added to its agent's reward
                    -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
         close()                        optional: the session has ended or failed
         max_tokens                     optional: maximum tokens of a turn

@@ -57,7 +57,7 @@ class Workers:
         self._config, self._url, self._key = config, url, key
         self._num_started = self._num_in_vain = self._num_over = 0
         self._due_s = 0.0
-        self._running: dict[str, _Worker] = {}  # by name
+        self._running: dict[str, _Worker] = {}  # worker processes, by name
 
     def watch(self, gateway: Gateway) -> None:
         """Start missing workers, and give the sessions of ended workers to others."""

@@ -37,9 +37,9 @@ class State(StrEnum):
      '--------+-----------'
     """
 
-    DUE = "due"  # its next segment must be decoded, now or in the next stage
+    DUE = "due"  # the next segment must be decoded, now or in the next stage
     DECODING = "decoding"
-    WAITING = "waiting"  # it waits for a tool, another agent, or its next turn
+    WAITING = "waiting"  # waits for a tool, another agent, or the next turn
     JUDGING = "judging"
     OVER = "over"
 
@@ -131,7 +131,7 @@ class Completion(_OfCompletion):
         return self.is_sampled & is_read
 
     def until_read(self) -> Completion:
-        """Cut the tokens after the last answer that a program read, and take its finish.
+        """Cut the tokens after the last answer that a program read, and take over that answer's finish reason.
 
         Keeps all tokens if no answer was read, or if no program plays.
         """

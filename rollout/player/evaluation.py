@@ -24,7 +24,8 @@ from marsrl.rollout.types import Ask, Sample
 _COLLECT_S = 0.2  # timeout of one collect
 
 Cast = Mapping[str, tuple[str, int]]
-"""Adapters, with their versions, that play agents in place of the agents' policies: {"second": ("main@slot1", 40)}."""
+"""Agents that an adapter plays in place of their policies: {agent: (adapter, version)}, such as {"second": ("main@slot1",
+40)}."""
 
 OnProgress = Callable[[int, int, int, str], None]
 """Called repeatedly with (finished episodes, total episodes, tokens decoded so far, the calls with most of the open work)."""
@@ -103,10 +104,10 @@ class EvaluationPlay:
         self._progress, self._on_end, self._on_said, self._most_open = progress, on_end, on_said, most_open
         self._player = Player(team, self)
         self._player.resume(versions)
-        self._plays: dict[int, _Play] = {}  # by id() of the episode, which may have copies
+        self._plays: dict[int, _Play] = {}  # running episodes by id(), since an episode may have equal copies
         self._later: deque[_Play] = deque()
         self._num_open = self._num_over = self._num_episodes = 0
-        self._calls: dict[str, list[int]] = {}  # [open, asked] by agent and round
+        self._calls: dict[str, list[int]] = {}  # [open calls, all calls] by agent and round
         # Keys of _calls by open ask: id() of its episode, which may have copies, and the ask's id.
         self._call_of: dict[tuple[int, str], str] = {}
 

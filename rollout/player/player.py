@@ -233,7 +233,7 @@ class Player:
             completion, request = self._decoding.pop(result.uid)
             self._count(completion, request, result)
             if self.open.get(completion.of.ask.id) is not completion.of:
-                continue  # its session was lost meanwhile
+                continue  # the completion's session was lost meanwhile
             completion.extend(result)
             completion.finish, completion.error = self._finish(completion, result), result.error
             if completion.finish is not Finish.UNFINISHED:

@@ -232,12 +232,12 @@ class Stages:
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        if result.finish is Finish.UNFINISHED and not self.in_step:  # the rest of the segment
+        if result.finish is Finish.UNFINISHED and not self.in_step:  # the next request decodes the rest of the segment
             completion.num_decoded += len(result.token_ids)
             return True
         completion.num_decoded = 0
         if of_stage := next((each for each in self._awaited if completion in each), None):
-            of_stage.remove(completion)  # each stage waits for one of its own completions
+            of_stage.remove(completion)  # its stage waits for this completion no longer
         return not self.in_step
 
     def judged(self, completion: Completion) -> None:
@@ -286,7 +286,8 @@ class Stages:
         del instance.episodes[episode.id]
         if instance.episodes:
             return
-        groups: dict[tuple[str, str], list[Sample]] = {}  # each of one agent, even if a team's asks share names
+        # Each group has one agent, even if a team's asks share group names.
+        groups: dict[tuple[str, str], list[Sample]] = {}
         for sample in instance.held:
             groups.setdefault((sample.group_id, sample.agent), []).append(sample)
         for (name, agent), samples in sorted(groups.items()):

@@ -320,7 +320,7 @@ class ModelJudge:
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += num_drawn
             counts["engine_restarts"] += faults.engine_restarts
-        if not draw.result.done():  # it may have been abandoned meanwhile
+        if not draw.result.done():  # the judgement may have been abandoned meanwhile
             draw.result.set_result(result)
 
     def _prompt(self, question: str, answer: str, reference: str) -> tuple[IntArray, str]:

@@ -175,7 +175,7 @@ def main(words: Sequence[str]) -> int:
         given = [f"-e{name}={os.path.expandvars(value)}" for name, value in verifier.get("env", {}).items()]
         _docker(
             "exec", *given, container, "bash", "/tests/test.sh", timeout_s=verifier_s
-        )  # its reward counts, not its code
+        )  # the verifier's reward counts, not its exit code
         print(_reward(container))
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{folder.name}: {error}", file=sys.stderr)

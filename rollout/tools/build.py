@@ -58,7 +58,7 @@ def build_tools(
         for name, settings in tool_settings.items():
             tools[name] = _build_tool(name, settings, papers if name == "scholar" else documents, read_pages)
             stack.callback(tools[name].close)
-        stack.pop_all()  # the pool owns them now
+        stack.pop_all()  # the pool owns the tools now
     pool = ToolPool(tools, tool_settings)
     return pool
 

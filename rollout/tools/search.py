@@ -156,7 +156,7 @@ def _stamp(corpus: Path, form: str) -> str:
 
 
 def _stamp_of(file: Path) -> str | None:
-    """Return the stamp in an index; None for another version's. ValueError: the file is not an index, and is not
+    """Return the stamp in an index; None for an index of another version. ValueError: the file is not an index, and is not
     overwritten."""
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:

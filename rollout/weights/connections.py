@@ -63,8 +63,8 @@ class Rendezvous:
 
     num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a longer wait aborts the transfer.
-    sends_deltas: a message is its length in bytes [8], followed by the bucket or, if the length is not the bucket's, by a delta
-        (delta.py).
+    sends_deltas: True if a message is its length in bytes (8 bytes), followed by a whole bucket or by a delta (delta.py), which
+        has another length than the bucket.
     """
 
     session: str

@@ -428,7 +428,7 @@ class DirectSender(ABC):
             self.traffic.add(sent.traffic)
         if not all(each.has_all for each in told):
             return []
-        del told[self._ranks.rank]  # this rank's own sums
+        del told[self._ranks.rank]  # leave out this rank's own sums
         for others in told:
             for each, totals in zip(sums.values(), others.totals, strict=True):
                 each.merge(totals)
