@@ -103,7 +103,7 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
 
 
 def measure_filters(run: RunDirectory) -> dict[str, float]:
-    """Return seconds by filter, the median of REPEATS."""
+    """Return the seconds of each filter: the median of REPEATS requests."""
     client = TestClient(make_app([run.path], "token"), base_url="http://127.0.0.1")
     client.get("/?token=token")
     while (about := client.get("/api/runs").json()[0])["files"] < about["num_files"]:

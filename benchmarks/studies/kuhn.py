@@ -110,7 +110,7 @@ def scored(model: Path) -> tuple[Bets, float]:
 
 
 def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
-    """Score a training's policies; the first is the start, which counts in the average policy alone."""
+    """Score a training's policies. The first one is the initial model, which counts only in the average policy."""
     policies, illegal = zip(*map(scored, models), strict=True)
     curve = [exploitability(bets) for bets in policies]
     num_last = max(1, (len(policies) - 1) // 4)

@@ -32,7 +32,7 @@ from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.types import Message
 
 TAUGHT = ("chain", "facts")
-"""Built-in sets for policies with a built-in warm start, which teaches the form of an answer without a prompt for it."""
+"""Built-in sets for warm-started policies: the warm start teaches the form of answers, so their prompts need not ask for it."""
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))

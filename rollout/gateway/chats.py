@@ -13,7 +13,7 @@ from marsrl.rollout.types import FloatArray, IntArray
 
 
 class Refused(Exception):
-    """A rejected request. status: HTTP's; code: OpenAI's error code, for some."""
+    """A rejected request. status: HTTP status. code: OpenAI's error code, or None."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)

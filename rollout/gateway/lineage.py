@@ -289,7 +289,7 @@ class Lineages:
     ) -> dict[Lineage, int | None]:
         """Return, for each lineage, the number of the caller's call whose answer started it; None: unknown."""
         callers: dict[Lineage, int | None] = {}
-        around: list[Lineage] = []  # begun before the lineage, and called after its first call
+        around: list[Lineage] = []  # earlier lineages that make a call after the first call of this one
         for lineage, own in calls.items():
             around = [each for each in around if calls[each][-1] > own[0]]
             parent = named.get(lineage.parent)

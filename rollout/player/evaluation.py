@@ -28,7 +28,8 @@ Cast = Mapping[str, tuple[str, int]]
 40)}."""
 
 OnProgress = Callable[[int, int, int, str], None]
-"""Called repeatedly with (finished episodes, total episodes, tokens decoded so far, the calls with most of the open work)."""
+"""Called repeatedly with (finished episodes, total episodes, tokens decoded so far, description of the calls with most open
+work)."""
 FIXED = "fixed inputs"
 
 

@@ -24,7 +24,8 @@ def differs(now: Tensor, before: Tensor) -> Tensor:
 
 
 def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | None:
-    """Encode the num_changed numbers at changed [n] bool of a flat bucket [n] as a message [bytes] uint8.
+    """Encode the changed elements of a flat bucket [n] as a message [bytes] uint8. changed: [n] bool, True at num_changed
+    elements.
 
     Returns None if the message would not be shorter than the bucket.
     """

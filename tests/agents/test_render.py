@@ -51,8 +51,8 @@ content, {s} a system turn before the first, {b} {e} unless the turn is the last
 
 
 def base_model(folder: Path, kind: str = "ChatML") -> Path:
-    """Write a model directory whose eos_token, config and generation_config name <|endoftext|>, whatever its template ends turns
-    with.
+    """Write a model directory whose eos_token, config and generation_config name <|endoftext|>, even if the template ends turns
+    with another token.
     """
     write_byte_tokenizer(folder)
     config = folder / "tokenizer_config.json"
@@ -269,7 +269,7 @@ def test_both_llama_end_tokens_end_a_completion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
 def test_a_published_mistral_uses_its_tokenizer_json(mistral: Path, named: str) -> None:
-    """Uses the class that published checkpoints name, their model type, and a tekken.json beside it, as from mistral_common."""
+    """The directory has the class and the model type of published checkpoints, and a tekken.json, as mistral_common's do."""
     expected, text = ChatRenderer(mistral).render([SYSTEM, ASK])
     config = json.loads((mistral / "tokenizer_config.json").read_text())
     (mistral / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))

@@ -139,7 +139,7 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
-    """A dense model; the gradient norms are compared before anything is printed."""
+    """Trains a dense model. The gradient norms are compared before anything is printed."""
     # Imported here: it takes a second, which other tests need not spend.
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -381,7 +381,7 @@ def test_a_past_version_is_loaded_into_a_slot_and_verified(served: Served, tmp_p
 
 @pytest.mark.slow
 def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """In Ray, its thread loads the adapter and scores with it between two steps."""
+    """In a Ray actor, the engine's thread loads the adapter and scores with it between two decoding steps."""
     model = checkpoint("qwen3")
     config = RolloutConfig(engine="local", placement="disaggregated", threads=1, object_store_mib=80)
     folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]

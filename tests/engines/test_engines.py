@@ -237,7 +237,7 @@ def test_equal_requests_give_equal_bits_and_reuse_prefixes(engine):
 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(engine, directory):
-    """Independent of the other requests in the batch, and of where prefills are split."""
+    """The tokens do not depend on the other requests in the batch, nor on where prefills are split."""
     cuts = [{"temperature": 0.5 + 0.1 * i, "top_p": 1 - 0.04 * i, "records_kept": i > 1} for i in range(6)]
     asks = [request(f"{i}", prompt(100 + 28 * i, seed=i), 12, seed=2**62 + i, **cut) for i, cut in enumerate(cuts)]
     local = decoded(LocalEngine(spec_of(directory)), asks)

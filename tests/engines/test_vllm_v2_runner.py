@@ -226,7 +226,8 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 
 
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str, Any], judge: Any) -> None:
-    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens come as often as it says."""
+    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens come as often as this distribution
+    says."""
     assert told["drafts_by"] == "ngram_gpu" and told["drafts_async"]
     model = judge.model(told["cycle"], None)
     for ask, result in (*zip(*told["guessed_cut"], strict=True), *zip(*told["guessed"], strict=True)):

@@ -219,7 +219,8 @@ def test_rejected_requests_name_the_reason_and_the_run_goes_on(model: Path, tmp_
 
 
 def test_a_url_with_the_key_needs_no_other_key(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All protocols, of which some clients send a placeholder; a wrong key gets no further, whatever else is sent."""
+    """Checks every protocol, also with a placeholder as the client's key. A wrong key in the URL is rejected, whatever other key
+    is sent."""
     text = """
     import http.client, json, urllib.parse
     import httpx

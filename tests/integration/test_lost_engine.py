@@ -50,7 +50,7 @@ def kill(name: str) -> None:
 
 
 def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Kill the engine when its third bucket of versions 1 and 2 is due; the second travels by ipc. Return (kind of sync, restarts
+    """Kill the engine when its third bucket of versions 1 and 2 is due; version 2 is sent by ipc. Return (kind of sync, restarts
     so far) after each publish.
     """
     assert run.driver is not None

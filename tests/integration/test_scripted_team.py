@@ -247,7 +247,7 @@ def test_evaluations_between_steps_do_not_change_the_steps(
 
 
 def searches(request: DecodeRequest) -> str:
-    """A team that finds out more in two of three turns."""
+    """Return completions of a team that finds out more in two of three turns."""
     rng, agent = random.Random(request.uid), request.uid.rpartition("/")[2].partition(":")[0]
     route = rng.choice(["yes", "no", "no"])
     query = rng.choice(["the home of mira holt", "friend of odo", "' OR *", "the"])

@@ -142,7 +142,7 @@ class Trial:
         return Life(process, log)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Return processes of this folder's runs, whatever their parents. name: their command's beginning or process name."""
+        """Return processes of this folder's runs, whatever their parents. name: beginning of the command, or the process name."""
         every = [
             (each, [each.info["name"], *each.info["cmdline"][:1]]) for each in started_with(CHAOS, str(self.folder))
         ]

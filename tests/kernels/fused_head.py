@@ -167,7 +167,7 @@ def assert_policy_losses_close(
 def compare_policy_loss(
     case: Head, arguments: Arguments, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PolicyLoss:
-    """Compare linear_policy_loss, with NaN in masked inputs, with the definition without."""
+    """Compare linear_policy_loss on inputs with NaN at masked tokens with the definition on inputs without NaN."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)
     arguments = to_device(arguments, device)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -192,7 +192,7 @@ def compare_policy_loss(
 def plain_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float | Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same without a kernel: logits in the input's dtype, then float32 statistics."""
+    """Compute linear_logprob without a kernel: logits in the input's dtype, then float32 statistics."""
     logits = (hidden @ weight[:columns].t()).float()
     logits = logits / (temperature.float()[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = torch.log_softmax(logits, -1)
@@ -233,7 +233,7 @@ def compare_logprob(
 
 
 def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str = "cpu") -> None:
-    """Compare policy_loss, with NaN in masked inputs, with the definition without."""
+    """Compare policy_loss on inputs with NaN at masked tokens with the definition on inputs without NaN."""
     objective, is_off_policy = OBJECTIVES[name]
     arguments, logprobs = policy_case(num_tokens, name=name)
     logprobs[5] = -1e-4  # p > 0.99

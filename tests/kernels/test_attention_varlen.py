@@ -42,8 +42,8 @@ def compare(
     attention: Callable[..., Tensor] = attention_varlen,
     repeats: bool = True,
 ) -> None:
-    """Compare attention with the definition. repeats: bitwise reproducible. q, k and v are views of one tensor if their lengths
-    agree.
+    """Compare attention with the definition. repeats: check that results are bitwise reproducible. q, k and v are views of one
+    tensor if their lengths agree.
     """
     keys = lengths_k or lengths
     cu_seqlens, cu_seqlens_k = (

@@ -107,7 +107,7 @@ def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
 
 @pytest.fixture
 def ask(runs: list[Path]) -> Callable[..., Any]:
-    """ask(question, **parameters) of the viewer."""
+    """Return ask(question, **parameters), which returns the viewer's answer."""
     api = Api(runs)
     for catalog in api.catalogs:
         catalog.refresh(None)

@@ -139,8 +139,8 @@ def updates(
     """Return statistics of two steps on batches scattered by rank 0, and the first step's tokens of three samples, from all
     ranks.
 
-    Also each rank's error for a batch that cannot be packed. Two ranks of one replica, or one of each: the last update has one
-    sample, so one data rank's share is empty.
+    Also returns each rank's error for a batch that cannot be packed. The last update has one sample, so with two data ranks the
+    share of one is empty.
     """
     policy = tiny.learner(
         model,

@@ -25,7 +25,7 @@ from marsrl.trainer.runs.manifest import write_manifest
 
 
 def whole_run(folder: Path, *policies: Path) -> RunDirectory:
-    """Build a run directory with one checkpoint of these policies' folders, which are moved."""
+    """Build a run directory with one checkpoint, into which these folders of policies are moved."""
     run = RunDirectory.create(folder, "run", "preset")
     run.write_config({})
     (run.checkpoint(3) / "policies").mkdir(parents=True)

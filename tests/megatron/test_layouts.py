@@ -128,7 +128,7 @@ def test_a_run_goes_on_under_another_layout_as_under_its_own(
 
 @pytest.mark.parametrize(("name", "router_replay"), [(name, each) for name, own in UPDATED.items() for each in own])
 def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
-    """Several updates, the KL reference, replayed experts, means over samples and agents, and kept tokens."""
+    """Covers several updates, the KL reference, replayed experts, means over samples and agents, and kept tokens."""
     (steps, kept, said), (expected_steps, expected_kept, _) = (
         reports[f"{of}, {router_replay}"] for of in (name, "one")
     )

@@ -46,7 +46,7 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
 def test_an_agents_gradient_equals_a_step_of_that_agent_alone(
     average: Average, mpt: MptConfig | None, tmp_path: Path
 ) -> None:
-    """Without the router's balancing loss, which belongs to no agent. Measuring does not change the step."""
+    """The router's balancing loss is off, because it belongs to no agent. Measuring does not change the step."""
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     whole = tiny.averaged(tiny.sequences(9), average)
     update = Update(tuple(tiny.micro_batches(list(whole.sequences), 1 if mpt else 3)), whole.normaliser)

@@ -24,7 +24,7 @@ LAYERS = 2
 
 
 class Judge:
-    """A transformers model; `experts` [tokens, layers, top_k] forces those of the first tokens."""
+    """A transformers model; `experts` [tokens, layers, top_k] forces the experts of the first tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.model = tiny.scoring_model(folder)

@@ -91,7 +91,7 @@ def test_a_step_equals_plain_pytorch(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: Path) -> None:
-    """Clipping as on GPUs and as on CPUs; the last update is not clipped."""
+    """Clips as on GPUs and as on CPUs. The last update is not clipped."""
     folder, samples, found = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
     optimizer = tiny.OPTIMIZER.model_copy(update={"grad_clip": 0.1})
     for inside in (False, True):

@@ -65,7 +65,7 @@ def test_fusion_needs_a_gpu_that_adds_products_exactly(monkeypatch: pytest.Monke
 def test_fused_accumulation_gives_the_gradient(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise each micro-batch's gradient is rounded to bfloat16. The gradients of other weights keep their bits."""
+    """Without fusion each micro-batch's gradient would be rounded to bfloat16. The gradients of other weights keep their bits."""
     shim.install()
     from marsrl.trainer.learner.megatron import model
 

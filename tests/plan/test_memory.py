@@ -48,7 +48,8 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
     ("kind", "recompute", "dtype", "changes"),
     [
         ("qwen3_moe", "none", "bfloat16", {}),
-        ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),  # memory that a layer leaves behind would show
+        # With 12 layers, memory that a layer leaves behind would show.
+        ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),
         ("qwen3_moe", "full_offload", "bfloat16", {"num_hidden_layers": 8}),
         ("qwen3_moe", "full_but_attention", "bfloat16", {"num_hidden_layers": 12, "num_attention_heads": 16}),
         ("qwen3", "full_but_attention", "float32", {"num_hidden_layers": 8}),
@@ -141,6 +142,6 @@ def test_a_gpu_holds_what_is_planned(recompute: str, tmp_path: Path) -> None:
     """Compares with torch.cuda.max_memory_allocated, which this file's other tests also use if there is a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    # 8192 tokens, so that a cuBLAS workspace (tens of MB) does not matter.
+    # With 8192 tokens a cuBLAS workspace (tens of MB) does not matter.
     folder = model("qwen3_moe", tmp_path / "m", hidden_size=512, num_hidden_layers=8, moe_intermediate_size=256)
     holds(compare(folder, {}, recompute, "bfloat16", num_sequences=64), 0.10)

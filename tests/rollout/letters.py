@@ -138,7 +138,7 @@ def completions(stages: Stages, *states: State) -> list[Completion]:
 
 
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
-    """Return the next batch, by rounds of arrived results. versions: current ones; None: known."""
+    """Return the next batch, after as many rounds of results as it takes. versions: current policy versions; None: unchanged."""
     if versions is not None:
         stages.resume(versions)
     stages.want()

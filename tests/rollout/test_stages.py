@@ -76,7 +76,7 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
 
 @pytest.mark.parametrize(("segments", "trains_whole", "oldest"), [(1, False, 0), (4, False, 3), (1, True, 4)])
 def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_whole: bool, oldest: int) -> None:
-    """In versions, without overlap: each of five agents' calls is one step after the previous one."""
+    """Ages are in versions, without overlap. Each of five agents plays one step after the previous agent."""
     play, found = Play(letter_config(overlap=0, segments=segments)), list[int]()
     play.stages.trains_whole = trains_whole
     for version in range(12):

@@ -56,7 +56,7 @@ SNIPPETS = (
     Snippet("memory without a name", "attempt(os.memfd_create, 'x')"),
     Snippet("zip bomb", "import zlib\npacker = zlib.compressobj()\nsmall = b''.join(packer.compress(bytes(1 << 20)) for _ in range(600)) + packer.flush()\nlen(zlib.decompress(small))", "MemoryError|" + STOPPED),
     Snippet("JSON that is deep", "import json\njson.loads('[' * 10 ** 6)", "RecursionError"),
-    # Time, and the interpreter itself.
+    # attacks on time limits and on the interpreter itself
     Snippet("endless loop", "while True: pass", STOPPED),
     Snippet("closes its output and sleeps", "os.close(1); os.close(2); time.sleep(1e6)", STOPPED),
     Snippet("recursion in C", "sys.setrecursionlimit(10 ** 9)\nx = []\nfor _ in range(10 ** 6): x = [x]\nprint(len(repr(x)))", "SIGSEGV|MemoryError|" + STOPPED),

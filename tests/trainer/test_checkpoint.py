@@ -138,7 +138,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory) -> None:
-    """Killed between the rename and the writing of `latest`; with several checkpoints, `latest` was removed."""
+    """With one checkpoint, the process was killed before it wrote `latest`; with several, `latest` was removed."""
 
     def killed() -> None:
         RunDirectory.mark_latest = lambda *_: sys.audit("latest")  # type: ignore[method-assign]
@@ -173,7 +173,7 @@ def test_a_save_replaces_the_same_step_and_partial_leftovers(run: RunDirectory) 
 
 
 def test_removal_spares_later_checkpoints_and_strange_folders(run: RunDirectory) -> None:
-    save(writer(run), 20)  # from before the run went back to an earlier step
+    save(writer(run), 20)  # left from before the run went back to an earlier step
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
     for other in ("step_x", "step_3.part", "xxxxx99"):
@@ -188,8 +188,8 @@ def evaluate(run: RunDirectory, **accuracies: float | None) -> None:
 
 
 def test_the_best_evaluated_checkpoint_stays(run: RunDirectory) -> None:
-    """The first of equal ones. A resumed run reads it from the files. Checkpoints without an evaluation, or with one without
-    answers, do not count.
+    """Of equal ones the first stays. A resumed run reads the best evaluation from the files. Checkpoints without an evaluation,
+    or with one without answers, do not count.
     """
     pointer = run.checkpoints / "best"
     save(writer(run, keep_last=2, keep_best=True), 1)

@@ -104,7 +104,7 @@ COSINE = ["policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: cosine, 
     ],
 )
 def test_a_resume_tells_both_learning_rates(words: list[str], rates: str, causes: str, tmp_path: Path) -> None:
-    """The next step's, once: another start with the same settings has nothing to report."""
+    """The message has the next step's rates and comes once: another start with the same settings has nothing to report."""
     run, again = begun(tmp_path, *COSINE), settings("run.resume=auto", *COSINE, *words)
     *_, said = resume_lines(run, again, {})
     assert said.startswith(f"warning: step 5 trains policies.main at a learning rate of {rates}") and causes in said

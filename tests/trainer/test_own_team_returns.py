@@ -100,7 +100,8 @@ CASES = [
 def test_unusable_returns_end_only_their_episode_or_sample(
     method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second episode's critic returns it. From `messages` it ends the episode, otherwise its sample is an error."""
+    """The second episode's critic causes the unusable value. From `messages` it ends the episode, otherwise the critic's sample
+    is an error."""
     given = PARAMETERS[method]
     who, its_agent = ("ask.id", "ask.agent") if method == "messages" else ("sample.uid", "sample.agent")
     body = f"""

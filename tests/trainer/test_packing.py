@@ -157,12 +157,12 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 
 @pytest.mark.parametrize(("number", "num_groups"), [(1, 7), (2, 7), (3, 7), (4, 2), (4, 0)])
 def test_mini_batches_keep_groups_whole_and_are_never_empty(number: int, num_groups: int) -> None:
-    """If any group has a spread; the last has none."""
+    """Mini-batches are non-empty if any group has spread. In the last case none has."""
     credited = credit(GROUPS[:num_groups] or GROUPS[-1:], CreditConfig(), AGENTS)
     batches = mini_batches(credited, number, Average(), seed=0, step=1)
     assert len(batches) == (min(number, num_groups) or 1)
     assert num_groups == 0 or all(update.sequences for update in batches)
-    # Also the zero-spread group's, unless it is alone.
+    # The zero-spread group's tokens count too, unless it is alone.
     assert sum(update.normaliser for update in batches) == (credited.num_tokens if num_groups else 0)
     assert sorted(s.uid for each in batches for s in each.sequences) == sorted(s.uid for s in credited.sequences)
     of_group: dict[str, set[int]] = {}

@@ -82,7 +82,7 @@ def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
 
 
 def meet(limit_s: float, late_s: float) -> list[str]:
-    """Also return the CPU seconds of rank 1, which mostly waits."""
+    """Hold the meetings. Also return the CPU seconds of rank 1, which mostly waits."""
     limit = datetime.timedelta(seconds=limit_s)
     dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
     dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def test_an_objective_equals_its_definition(name, temperature):
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
-    """The minimum of 128 rows per chunk; chunks with few such rows are packed."""
+    """Chunks have the minimum of 128 rows. Chunks in which few rows have a coefficient are packed."""
     monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 1)
     case = head_case(150, 8, 128)
     arguments = arguments_for(case, "no gate", advantages=None)
@@ -91,7 +91,8 @@ def test_the_next_product_is_queued_before_the_host_waits(monkeypatch):
 @pytest.mark.parametrize("far", [60, 150])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_rows_that_are_hard_for_a_softmax(is_packed, far):
-    """Ordinary, large, sure of the target, and targets far below the row's maximum, from e^69 on by our kernels."""
+    """Rows are ordinary, large, sure of the target, or with a target far below their maximum; from e^69 on our own kernels
+    serve."""
     z = torch.randn(6, 256)
     z[1] *= 10
     z[2, 7] += 40
