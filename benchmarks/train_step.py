@@ -48,7 +48,7 @@ from typing import Any
 CHILD_LIMIT_S = 900
 RECOMPUTE = ("none", "full", "full_but_attention")
 STEPPED = "stepped"  # line that a child prints after its turn
-# Tolerances of the gradient norm; in bfloat16 other programs' routers choose differently.
+# Relative tolerances of the gradient norm. In bfloat16 the routers of two programs choose different experts for some tokens.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 
 Own = TypeVar("Own")
 
-_PREFIX = "marsrl_own_"  # begins the names of modules imported from users' files
+_PREFIX = "marsrl_own_"  # prefix of the names of modules imported from users' files
 _MEMORY = "memory:"
 _in_memory: dict[str, type] = {}
 

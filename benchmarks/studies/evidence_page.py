@@ -33,7 +33,8 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # arms.curves, or over a game's checkpoints
+    # Curves of arms.curves, or over a game's checkpoints.
+    curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 Results = Mapping[tuple[str, str, int], Result]

@@ -160,7 +160,8 @@ def branches(problem: Any, client: Any) -> None:
         return chat
 
     with ThreadPoolExecutor(4) as pool:
-        chat, *_ = pool.map(branch, range(4))  # Taking the first alone would cancel calls that have not begun.
+        # Wait for all branches: with next() on the first, calls that have not begun would be cancelled.
+        chat, *_ = pool.map(branch, range(4))
     for turn in range(2):
         chat += [client.chat("solver", chat).message, output(turn)]
 

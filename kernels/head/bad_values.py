@@ -34,8 +34,8 @@ def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -
 
     A target must be in the vocabulary, and a temperature a positive, finite number.
 
-    On a device nothing is read: the flag is kept until raise_bad_values, and the token's log-prob is NaN. So the returned
-    head and temperature have NaN in place of bad values.
+    On a device nothing is read: a bad value sets the flag, which raise_bad_values reads later, and the token's log-prob becomes
+    NaN. For that, bad temperatures are replaced by NaN in `head` and in the returned temperature.
     """
     is_bad = (head.targets < 0) | (head.targets >= head.vocab_size)
     expected = f"0..{head.vocab_size - 1}; mask the tokens that have no target"

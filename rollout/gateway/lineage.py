@@ -91,7 +91,7 @@ class Prefixes:
 
 
 def _key(strand: Strand) -> bytes:
-    return strand.token_ids.tobytes()  # Any order of tokens will do.
+    return strand.token_ids.tobytes()  # Any order in which equal prefixes are neighbours will do.
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -199,7 +199,8 @@ class Lineages:
     _named: dict[str, Lineage] = field(default_factory=dict)
     _begun: dict[Strand, _Begun] = field(default_factory=dict)
     _strands: dict[int, Strand] = field(default_factory=dict)  # strand of each call, by the call's number
-    _answered: dict[int, int] = field(default_factory=dict)  # by call: number of calls made before its answer
+    # For each call, number of calls begun before it was answered.
+    _answered: dict[int, int] = field(default_factory=dict)
     _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # tokens of each agent's samples
     _latest: deque[tuple[int, Ask, Sequence[str]]] = field(
         default_factory=lambda: deque(maxlen=_LATEST)

@@ -82,7 +82,8 @@ def read_judgement(text: str) -> Judgement:
     fields from its input is rejected. Raises Unreadable if the completion breaks these rules.
     """
     fields: dict[str, str] = {}
-    for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line
+    # NFKC makes full-width colons ASCII; only \n ends a line.
+    for line in unicodedata.normalize("NFKC", text).split("\n"):
         match = _FIELD.fullmatch(line[:_LONGEST_LINE].rstrip())
         if match is None:
             continue

@@ -65,7 +65,7 @@ def own_problems(
 
 
 def own_judge(task: str, options: OptionValues) -> Callable[[Problem, str], float]:
-    """Return `reward` of the user's task, for a judge process."""
+    """Return the method `reward` of the user's task, for a judge process."""
     return make_own_task(task, options).reward
 
 

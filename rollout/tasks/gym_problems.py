@@ -117,7 +117,7 @@ class ReasoningGym(OwnTask):
 
 
 def gym_judge(task: str, options: dict[str, Any]) -> Callable[[Problem, str], float]:
-    """Return `reward`, for a judge process. Imports reasoning_gym before a judgement is timed."""
+    """Return the function that judges answers, for a judge process. Imports reasoning_gym before a judgement is timed."""
     judge_task = ReasoningGym(ReasoningGym.Options(**options))
     judge_task._data_of(judge_task.options.seed)
     return judge_task.reward

@@ -126,7 +126,7 @@ class PythonTool(ToolLimits):
 class VisitTool(ToolLimits):
     """Web pages by address, read with the limits of tools.pages."""
 
-    timeout_s: Seconds = Field(120.0, description="limit of a call, all its pages together")
+    timeout_s: Seconds = Field(120.0, description="time limit of a call, for all its pages together")
     max_output_chars: Tokens = 400_000
     """maximum length of one output, all pages together; the longest are cut to fit"""
 

@@ -364,7 +364,7 @@ def plan_buckets(
 
 
 def portion_size(shape: Sequence[int], max_elements: int) -> int:
-    """Return the number of matrices per portion of a fused tensor, for the fewest portions that fit, of about equal size."""
+    """Return the number of matrices in a portion, so that portions fit, are as few as possible and of about equal size."""
     matrices, rows, cols = whole_box(shape).shape
     most = max(1, max_elements // (rows * cols))
     return -(-matrices // -(-matrices // most))

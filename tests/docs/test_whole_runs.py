@@ -78,7 +78,7 @@ def test_problems_are_curated(desk: Desk, model: Path) -> None:
         (desk.folder / "curation.yaml").write_text(given.replace("http://judge.example:8000/v1", server.base_url))
         assert desk.start([*words, *own]).wait(600) == 0, desk.console()[-6000:]
     assert len(server.bodies) == 4 and "graduate: 2 kept, 0 dropped" in desk.console()
-    # A random answerer may find the problems too easy.
+    # The random model may be right so often that problems are dropped as too easy.
     (played,) = (line for line in desk.console().splitlines() if line.startswith("best_of_n: "))
     num_kept = int(played.split()[1])
     assert len((desk.folder / "curated/curated.jsonl").read_text().splitlines()) == num_kept <= 2

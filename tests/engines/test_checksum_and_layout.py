@@ -162,7 +162,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
 
 
 def assert_portions_fit(layout: ShardLayout, buckets: Sequence[WeightBucket], bucket: int) -> None:
-    """Portions that are not whole yet take no more than a bucket, or one larger matrix."""
+    """Check that incomplete portions together take no more memory than a bucket, or than one larger matrix."""
     missing: dict[tuple[str, int], int] = {}
     sizes: dict[tuple[str, int], int] = {}
     for each in buckets:

@@ -220,8 +220,8 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             return program
 
         def join() -> Program:
-            """Join a host. Ports are free ones, because these hosts share one machine; it waits 20 s for a lost head instead of
-            60 s.
+            """Join a host. It uses free ports, because all hosts share this machine, and waits 20 s for a lost head instead of 60
+            s.
             """
             words = (
                 f"--address=127.0.0.1:{port}",

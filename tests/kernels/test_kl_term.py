@@ -36,7 +36,7 @@ def exact() -> tuple[float, Tensor]:
 
 
 def as_it_stands(kl: str, drawn_by: Tensor) -> Tensor:
-    """Return the expected gradient of the plain estimate, the comparison in the table of docs/numerics.md."""
+    """Return the expected gradient of the estimate without importance weights, as compared in docs/numerics.md."""
     logits = POLICY.clone().requires_grad_()
     x = logits.log_softmax(-1) - REFERENCE.log_softmax(-1)
     (drawn_by.softmax(-1) * PLAIN[kl](x)).sum().backward()

@@ -28,7 +28,7 @@ def device_addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype,
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU, whose tensors are the CPU's, without apex."""
+    """Simulate a machine with a GPU and without apex; its tensors are CPU tensors."""
     shim.install()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "addmm", device_addmm)

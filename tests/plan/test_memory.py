@@ -133,7 +133,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
-    holds(reports[name], 0.10)  # the CPU's replacements of collectives with unequal parts copy
+    holds(reports[name], 0.10)  # 10 %, since the CPU's substitutes for collectives with unequal parts make copies
 
 
 @pytest.mark.gpu

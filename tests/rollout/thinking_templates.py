@@ -72,7 +72,7 @@ TEMPLATES = {
 
 
 def renderer_of(template: str, folder: Path, tokens: Sequence[AddedToken] = ()) -> ChatRenderer:
-    """A token is a byte; control words are Qwen3's and R1's."""
+    """Build a renderer with this template, one token per byte, and the control words of Qwen3 and R1."""
     write_byte_tokenizer(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
     words = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]

@@ -57,7 +57,7 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
 
 
 def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
-    """Preflight decides it: float32 on this machine, with weights that vLLM quantises from 16 bits."""
+    """Preflight decides on float32 for this machine, but vLLM quantises only 16-bit weights."""
     frozen = "policies={main: {model: /m, frozen: true, dtype: auto}}"
     fp8 = read_config(None, [frozen, "rollout.vllm.quantization=fp8"], trains=False)[0]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="set rollout.vllm.dtype=bfloat16"):

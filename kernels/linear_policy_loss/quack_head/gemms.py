@@ -7,7 +7,7 @@ bfloat16 has the exponent range of float32, so no digit is lost while m is withi
 """
 
 # mypy: ignore-errors
-# The DSL reads this function; it has no types of its own.
+# The DSL, which has no types, reads this function.
 
 import math
 
