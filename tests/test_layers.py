@@ -165,7 +165,7 @@ with tempfile.TemporaryDirectory() as folder:
             "import marsrl; dir(marsrl)",
             {*HEAVY, "pydantic", "numpy", "omegaconf", "marsrl.runs"},
         ),  # it imports quickly
-        # The loop before its shim, export, and a new model, without transformers' modelling code.
+        # The training loop before its shim, export, and a new model import none of transformers' modelling code.
         (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils", *EXTRAS}),
     ],
     ids=["config", "viewer", "kernels", "api", "trainer"],

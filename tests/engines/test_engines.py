@@ -340,7 +340,8 @@ def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
     assert scales[0, 1, 0] == 1000 / 448 and (scales[0].flatten()[[0, 1, 2, 4, 5]] < 5 / 448).all()
     off = (dequantised(numbers, scales) - weight.float()).abs()
     spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
-    bound = torch.maximum(weight.float().abs() / 16, spread / 2**10)  # half a unit of 4 bits, or of the smallest number
+    # Half a unit in the last of 4 significant bits, or of the smallest number.
+    bound = torch.maximum(weight.float().abs() / 16, spread / 2**10)
     assert (off <= bound * (1 + 1e-5)).all() and not off[1, :128, :128].any()
 
 

@@ -44,7 +44,7 @@ def implementation(request, monkeypatch):
 def test_each_row_sees_its_own_keys(heads, dtype, implementation):
     for scale in (0.6, -0.6, 0.0):
         compare([7, 1, 16, 12], 16, heads, SIZES[0], dtype, scale=scale)
-    compare([64, 65, 150, 3], 160, heads, SIZES[1], dtype)  # around a block, or a split, of 64 keys
+    compare([64, 65, 150, 3], 160, heads, SIZES[1], dtype)  # lengths around a block, or a split, of 64 keys
 
 
 def test_what_stands_behind_a_length_does_not_count(implementation):

@@ -62,7 +62,7 @@ def compare(
         lambda q, k, v: attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens_k, exact_scale, causal),
         (q, k, v),
         [torch.randn(q.shape, dtype=torch.float64, device=device)],
-        # The longest sum: over a query's keys, a key's queries and group, or a head.
+        # Length of the longest sum: over a query's keys, over a key's queries of its group of heads, or over a head.
         terms=[max(*keys, *(n * num_heads // num_key_heads for n in lengths), head_size)] * 4,
         repeats=repeats,
     )
@@ -131,7 +131,7 @@ def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     attention = partial(attention_varlen, deterministic=repeats)
     words = {"dtype": dtype, "head_size": head_size, "device": "cuda", "attention": attention, "repeats": repeats}
-    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # a tile, less, more, none
+    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # sequences of one tile, less, more and none
     compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **words)
 
 

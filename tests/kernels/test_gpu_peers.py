@@ -14,7 +14,7 @@ from test_grouped_linear import compare as compare_grouped_linear
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 
-# Arguments of each release; version 4 as locked, which tests/install/test_locks.py compares with its wheel.
+# Arguments of each release. Those of the locked version 4 are compared with its wheel in tests/install/test_locks.py.
 BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
     "flash2": f"q, k, v, {BOUNDS}, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
@@ -73,7 +73,7 @@ def test_flash_attn_is_called_as_ours(name, deterministic, install):
         asked.append(given["deterministic"])
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         assert all(each.dtype == torch.int32 for each in bounds)
-        # the longest sequence as the host counted it, not the number of tokens
+        # the longest sequence, which the host has counted, not the number of tokens
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == 5
         out = attention_varlen_reference(
             given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]

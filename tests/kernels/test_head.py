@@ -189,7 +189,7 @@ def test_only_the_backward_writes_main_grad_and_only_once(name, tier):
 
 
 def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
-    case = with_exact_logits(head_case(*tier.case))  # libraries promise no order of addition otherwise
+    case = with_exact_logits(head_case(*tier.case))  # exact logits, since libraries promise no order of addition
     hidden, weight, targets = (each.to(tier.device) for each in case)
     arguments = to_device(arguments_for(case, "k3, entropy bonus, tis"), tier.device)
     found = [run_policy_loss((hidden, weight, targets), arguments, tier.dtype) for _ in range(2)]
@@ -214,7 +214,7 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
         z[5, columns // 2] = -1e30
     z[6] += torch.arange(columns) * 0.02  # rises by 10 per block
     z[7] = z[6].flip(0)
-    z[8, columns // 3] = 300.0  # the sums before it vanish
+    z[8, columns // 3] = 300.0  # the earlier sums vanish beside it
     return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
 
 

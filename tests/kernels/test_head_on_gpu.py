@@ -147,6 +147,6 @@ def test_extra_memory_at_65536_tokens_is_dw_and_the_two_buffers():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = step(65536)
-    results = hidden.numel() * 2 + weight.numel() * 4  # dX bfloat16, dW float32
+    results = hidden.numel() * 2 + weight.numel() * 4  # dX is bfloat16, dW float32
     assert torch.cuda.max_memory_allocated() - before - results < 1.85e9
     loss.backward()

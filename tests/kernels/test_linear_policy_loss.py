@@ -85,7 +85,7 @@ def test_a_head_refuses_rounded_float32_products(dtypes, narrow):
         linear_logprob(hidden, weight, targets)
 
 
-@pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits recomputed
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients computed in the forward; logits computed again
 def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
@@ -125,7 +125,7 @@ def test_mixed_dtypes_give_the_log_prob_of_the_exact_numbers():
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_number_of_threads_is_not_seen(dtype, name):
-    case = with_exact_logits(head_case(20, 8, 8197))  # above the size that one thread handles alone
+    case = with_exact_logits(head_case(20, 8, 8197))  # more logits than one thread handles alone
     arguments, found = arguments_for(case, name), []
     for count in (1, 3):
         torch.set_num_threads(count)

@@ -29,7 +29,7 @@ def test_the_gate_uses_mean_entropy_over_trained_tokens(poison):
     entropy, mask, cu_seqlens = case()
     entropy = torch.where(mask, entropy, poison)
     positive = torch.tensor([True, True, True, False])
-    # Means: 0.15, none, 0.3, 0.067 but not positive.
+    # Mean entropies: 0.15; none; 0.3; 0.067, but the sample is not positive.
     assert mpt_gate(entropy, mask, cu_seqlens, positive).tolist() == [True, False, False, False]
     assert mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
 
@@ -50,7 +50,7 @@ def test_without_trained_tokens_nothing_is_gated():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_long_sequences_are_summed_in_double(dtype):
-    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # less and more than a device's block
+    lengths = torch.tensor([0, 1, 1500, 3, 0, 2600])  # lengths below and above a device's block
     cu_seqlens = torch.cat((torch.zeros(1), lengths.cumsum(0))).int()
     entropy, mask = torch.rand(int(cu_seqlens[-1])).to(dtype), torch.rand(int(cu_seqlens[-1])) < 0.7
     parts = zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:])

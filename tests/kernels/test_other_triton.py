@@ -22,7 +22,7 @@ SCRIPT = "import sys, pytest, triton; assert triton.__version__ == sys.argv[1]; 
 @pytest.mark.parametrize(
     "tests, chosen",
     [
-        ("interpreter/test_every_op.py", "despite_defaults"),  # forward and backward, without other layouts
+        ("interpreter/test_every_op.py", "despite_defaults"),  # runs every op forward and backward, but in one layout
         ("test_fused_head_ahead_of_time.py", "not 80"),
     ],
 )

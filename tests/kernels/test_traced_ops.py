@@ -25,7 +25,7 @@ from marsrl.kernels import (
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet():
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables it in its process.
+    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables torch.compile in its process.
         yield
 
 
@@ -92,7 +92,7 @@ def group():
     dist.destroy_process_group()
 
 
-# Head's hidden or experts' rows x [4, 8], weight [40, 8] and its main_grad.
+# Functions of x [4, 8] (a head's hidden states, or rows of experts), weight [40, 8] and its main_grad.
 BREAKS = {
     "linear_logprob has a tp_group, which is no argument for an op": (
         lambda x, weight, main_grad, group: linear_logprob(x, weight, torch.arange(4), tp_group=group).logprobs

@@ -90,7 +90,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"targets\[0\] is 80, expected 0..79"):
         linear_logprob(hidden, shard, targets * 0 + 80, tp_group=group)
     gate = mpt_gate(
-        torch.full((2,), 0.1 + 0.15 * (rank % 2)),  # 0.1 and 0.25: together 0.175
+        torch.full((2,), 0.1 + 0.15 * (rank % 2)),  # entropies 0.1 and 0.25, with mean 0.175
         torch.ones(2, dtype=torch.bool),
         torch.tensor([0, 2]),
         torch.tensor([True]),

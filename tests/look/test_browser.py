@@ -73,7 +73,7 @@ def test_texts_are_shown_whole_and_hidden_characters_named(watched: Watched) -> 
     assert watched.page.locator(".segments rect").count() == 3
     watched.open("?page=samples&sample=6.1")
     watched.page.wait_for_selector("text=policy version 0")
-    assert watched.page.locator(".segments").count() == 0  # from a single version
+    assert watched.page.locator(".segments").count() == 0  # the sample is from a single version
     watched.open("?page=samples&sample=6.3")
     watched.page.get_by_text("what it changed").click()
     watched.page.wait_for_selector("text=too long to be compared")
@@ -95,7 +95,8 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
     assert page.locator(".tokens .cut").evaluate_all("all => all.map(e => e.textContent)") == ["v4", "v5", "v6"]
     text = page.locator(".tokens").evaluate("e => [...e.querySelectorAll('[data-i]')].map(t => t.textContent).join('')")
     assert "<script>document.title" in text and "⟨U+202E⟩" in text and "\u202e" not in text and "\x1b" not in text
-    for color, marks in {"entropy": 0, "difference": 0, "clipped": 28, "gated": 27}.items():  # of 110, every fourth
+    # Marks are on every fourth of 110 tokens.
+    for color, marks in {"entropy": 0, "difference": 0, "clipped": 28, "gated": 27}.items():
         page.select_option("select[aria-label='colour tokens by']", color)
         page.wait_for_selector(f".tokens.by-{color}")
         assert page.locator(".tokens .marked").count() == marks and f"color={color}" in page.url

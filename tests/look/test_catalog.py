@@ -240,7 +240,7 @@ def test_warnings_of_a_run_and_of_its_metrics_are_listed(tmp_path: Path) -> None
     found = measured.warnings(catalog)
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
     said = [each["text"] for each in found if each["kind"] == "said"]
-    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 reports for all
+    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # reported once, by rank 0 for all
     assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
     of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite"), *((4, 4, name) for name in unusual)]
     assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said"), (None, None, "trace.json")]
@@ -288,7 +288,7 @@ def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path)
         ("judge", 0, 2.0, 9.0, 1),
         ("solver", 2, 9.0, 11.0, 1),  # no publish of its version: its life begins with its step
     ]
-    assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # by the position in the team
+    assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # colors follow the position in the team
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]
     run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
     assert catalog.ages == [("judge", 0, 1), ("solver", 0, 2)]  # step 1 trained nothing and made no version

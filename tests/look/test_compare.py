@@ -65,7 +65,8 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert (same.mean, same.low, same.high) == (0, 0, 0) and not same.is_clear
     others = read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3)))
     assert difference(read_compared(worse), others, "system") is None
-    assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not for every problem
+    # Verifier1 did not play every problem.
+    assert difference(read_compared(worse), read_compared(better), "verifier1") is None
     assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
     assert Difference(0.5, 0.1, 0.9, 2).is_clear
     # Pairs share a problem's difficulty, which two separate intervals do not: those are sqrt(2) as wide if independent.

@@ -69,12 +69,13 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     for chart in charts:  # exactly the questions that the page asks
         names = "&".join(f"name={each['key']}" for each in chart["series"])
         assert len(whole[f"curves?run=0&{names}"]) == len(chart["series"])
-    assert len(whole["tree?run=0&rollout=p1.0#0"]) == 20  # once, not with each of its samples
+    assert len(whole["tree?run=0&rollout=p1.0#0"]) == 20  # the rollout is stored once, not with each of its samples
     assert len(whole["problems?run=0&agent=solver"]["rows"]) == 18
     assert whole["axes?run=0"]["tokens"][:3] == [3000, 6000, 9000]
     for row in whole["samples?run=0"]["rows"]:
         assert whole[f"sample?run=0&step={row['step']}&line={row['line']}"]["row"] == row
-    own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # complete, over several steps
+    # The rollout is complete, over several steps.
+    own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]
     assert [(row["agent"], row["step"]) for row in own[::-4]] == [*zip(AGENTS, range(1, 6), strict=True)]
 
 

@@ -58,7 +58,8 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = 
     """Write a random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied, scaled
     rotary frequencies: one unchanged, two in between, five stretched), mistral (untied, head sizes not given).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, which ranks that only read batches save
+    # Imported here: takes seconds, which ranks that only read batches save.
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     shape = {

@@ -119,7 +119,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, policy = new_run(tmp_path), learner(model)
-    from marsrl.trainer.learner.megatron import checkpoint_store  # after the shim, which a learner installs
+    from marsrl.trainer.learner.megatron import checkpoint_store  # imported after the shim, which a learner installs
 
     may_write = threading.Event()
     write_tensors = checkpoint_store._write_tensors

@@ -66,7 +66,7 @@ def test_delta_sync_equals_file_sync_and_resends_after_a_loss(
 ) -> None:
     (first, whole, _), (changes, num_bytes, share) = found["changes"]["first"], found["changes"]["changes"]
     assert changes == found["changes"]["files"][0] and changes[0] == changes[1] != first[0]
-    assert 1 / STRIDE <= share < 1.2 / STRIDE  # and the first number of each tensor
+    assert 1 / STRIDE <= share < 1.2 / STRIDE  # the first number of each tensor changes too
     assert 1.5 / STRIDE < num_bytes / whole < 3 / STRIDE  # a changed number takes 1.5 (float32) or 2 times its size
     assert found["changes"]["after a loss"] == [changes, whole, None]
 

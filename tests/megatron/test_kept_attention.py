@@ -110,7 +110,7 @@ def test_gradient_is_that_of_one_forward_pass(name: str, lengths: str, monkeypat
     if name != "flash":
         monkeypatch.setenv("MARSRL_KERNELS", name)
     kept, memory = kept_attention(attend)
-    if name == "flash":  # others copy and repeat
+    if name == "flash":  # other implementations copy, and repeat key heads
         assert [each() for each in memory] == [None, None]
     found, expected = ([x.requires_grad_() for x in fused_qkv()] for _ in range(2))
     for output in kept.resume(*found), attend(*expected):

@@ -37,7 +37,8 @@ RESUMED = {
         ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
     ],
     "llama": [("pp2", "tp2")],
-    "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],  # pp2 with tied embeddings: a padded bucket in the optimizer
+    # Pp2 with tied embeddings gives the optimizer a padded bucket.
+    "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],
 }  # fmt: skip
 # by trainer.router_replay
 UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
@@ -75,7 +76,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     }
     two_ranks.run(Path(layouts_worker.__file__), {"out": str(folder / "two.pt"), "models": models, **of_two})
     layouts_worker.job(str(folder / "one.pt"), models, **of_one)
-    # Written by this test just now; only tensors and numbers.
+    # The files were written by this test, and hold only tensors and numbers.
     one, two = (torch.load(folder / f"{name}.pt", weights_only=True) for name in ("one", "two"))
     return {"folder": folder, **one, **two}
 

@@ -136,7 +136,7 @@ def test_one_rank_sends_itself_nothing(
     if "optimizer" in settings:
         settings = {"optimizer": tiny.OPTIMIZER.model_copy(update=settings["optimizer"])}
     policy, sending = (tiny.learner(folder, **settings) for _ in range(2))
-    from megatron.core.distributed import param_and_grad_buffer as buffers  # after the learners' shim
+    from megatron.core.distributed import param_and_grad_buffer as buffers  # imported after the learners' shim
 
     wrapped = sending.optimizer._model
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:

@@ -59,7 +59,7 @@ def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) 
     # is applied, and for its results.
     of_model = {f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
     assert not waits.found & {"trainer/data/packing.py", *of_model}
-    # Megatron's layers, with the dispatch to the experts.
+    # Megatron's layers, including the dispatch to experts, never wait.
     assert not any("/transformer/" in file for file in waits.found), waits.found
     # The test detects such waits.
     assert any(file.endswith(("/step_stats.py", "/optimizer.py")) for file in waits.found), waits.found

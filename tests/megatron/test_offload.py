@@ -138,6 +138,6 @@ def test_layers_recomputed_from_host_inputs_give_equal_gradients(
     found = gradients()
 
     assert expected and all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
-    # One tensor per layer and micro-batch: the hidden states [tokens, 1, hidden size], not the rotary angles.
+    # One tensor per layer and micro-batch was moved: hidden states [tokens, 1, hidden size], but no rotary angles.
     assert [each.shape[0] for each in moved] == [batch.num_tokens for batch in batches for _ in range(num_layers)]
     assert {each.shape[1:] for each in moved} == {moved[0].shape[1:]} and moved[0].dim() == 3

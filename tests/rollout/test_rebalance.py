@@ -27,8 +27,8 @@ def test_an_engine_moves_if_loads_differ_twofold_and_it_helps() -> None:
         ((1, 30.0), (1, 1.0), False),  # its last engine
         ((1, 1.0), (2, 0.0), False),  # nearly no work was done
         ((1, 1.1), (2, 0.0), True),
-        ((2, 84.0), (2, 40.0), False),  # 42 and 20 s; 28 and 40 after the move gain nothing
-        ((9, 90.0), (2, 2.0), False),  # 10 s; 9 after the move are only a tenth less
+        ((2, 84.0), (2, 40.0), False),  # loads of 42 and 20 s; 28 and 40 s after the move gain nothing
+        ((9, 90.0), (2, 2.0), False),  # load of 10 s; 9 s after the move are only a tenth less
         ((8, 80.0), (2, 2.0), True),
     ):
         assert (wanted(policies(big=(*big, GPU), small=(*small, GPU))) is not None) == moves, (big, small)

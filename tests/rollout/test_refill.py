@@ -200,7 +200,7 @@ def test_with_overlap_each_dead_group_adds_one_problem_at_once() -> None:
         play.stages.advance(0.0)
         if len(play.stages.state.closed) > before:
             found.append(play.stages.state.num_instances - 4 * play.stages.state.num_stages)
-    assert found == [1, 2, 2]  # up to the limit
+    assert found == [1, 2, 2]  # problems are added up to the limit
     assert counts(next_batch(play.stages))["problems"] == 2
 
 

@@ -266,7 +266,7 @@ def test_without_system_1_results_are_read_up_to_a_length(renderer: ChatRenderer
     turns = [SEARCH, "<answer>7</answer>"]
     episode, said, _ = system_played(renderer, turns, distil=False)
     assert all(f"<{letter * 40}>" in said.text for letter in "abcd") and len(episode.asks) == 1
-    # Two line breaks between two pages: ten letters of each.
+    # Besides two line breaks between the pages there is room for ten letters of each.
     _, cut, _ = system_played(renderer, turns, distil=False, max_found_tokens=46)
     assert "<" + "a" * 9 + "\n\n<" + "b" * 9 + "\n\n" in cut.text and "a" * 10 not in cut.text
 

@@ -93,7 +93,7 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
         assert first is not None and last is not None and last < 0.75 * first
     shutil.copytree("runs/whole", "runs/killed")
     shutil.rmtree("runs/killed/hf")
-    (Path("runs/killed/checkpoints/latest")).write_text("step_4\n")  # in the second epoch
+    (Path("runs/killed/checkpoints/latest")).write_text("step_4\n")  # resume in the second epoch
     again = ["run.name=killed", "run.resume=auto"]
     assert cli.main(["sft", *words, *again, "sft.batch=2"]) == 2
     assert "cannot be resumed: section sft or run.seed differs" in capsys.readouterr().err

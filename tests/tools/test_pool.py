@@ -141,7 +141,7 @@ def test_a_failing_tool_is_an_error_and_the_next_call_works(
 
 
 def test_a_longer_output_is_cut_at_the_cap_and_says_so() -> None:
-    said = {"a": "\ud800" + "x" * 50_000_000, "b": "x" * 1000}  # and as much as allowed
+    said = {"a": "\ud800" + "x" * 50_000_000, "b": "x" * 1000}  # "b" is exactly as long as allowed
     with pool_of(Scripted(lambda arguments: said[str(arguments["text"])]), max_output_chars=1000) as pool:
         shown = answers(pool, [call("1", "a"), call("2", "b")])
         assert shown["1"].text == "?" + "x" * 999 + "\n[cut: the first 1,000 of 50,000,001 characters]"

@@ -216,7 +216,7 @@ def test_a_kernel_that_forbids_namespaces_is_named_with_a_fix(
     file.write_text("2\n")
     with pytest.raises(ValueError, match="cannot create a complete sandbox here") as error:
         PythonInterpreter(CONFIG)
-    assert "sysctl" not in str(error.value)  # not the obstacle here
+    assert "sysctl" not in str(error.value)  # a kernel setting is not the obstacle here
 
 
 def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

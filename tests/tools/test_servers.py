@@ -260,7 +260,8 @@ def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     assert result[0][0]["score"] > result[0][1]["score"] > 0
     # Dr. MAS's form, without scores.
     asked = {"query": "andes", "topk": None, "unknown": 1}
-    assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]  # its own top_k, 1
+    # The server's own top_k is 1.
+    assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]
     assert len(client.post("/retrieve", json={"query": "peru", "topk": 0}).json()["result"][0]) == 1
 
 

@@ -75,7 +75,7 @@ def test_later_versions_are_judged_by_the_first_comparison() -> None:
     # The bound of a later version is never above that of the first.
     assert re.search(r"expected at most 0\.0\d+ \(3 x", refusal([engine(3.6)], comparison=comparison))
     near.compare(TRAINER, [engine(0.2)], 0)
-    near.compare(TRAINER, [engine(1.6)], 1)  # and not closer than the rounding error
+    near.compare(TRAINER, [engine(1.6)], 1)  # the bound is never below the rounding error
     assert "(2 x" in refusal([engine(2.4)], comparison=near)
     EngineComparison().compare(TRAINER, [engine(2.4)], 2)
     exact = TrainerScores(list(OURS), list(OURS))  # without noise: float32's resolution

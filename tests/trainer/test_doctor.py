@@ -209,7 +209,7 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
 @WITHOUT_CUDA
 @pytest.mark.parametrize(
     ("here", "shown", "asked", "parts"),
-    [  # here: driver, module, build
+    [  # first column, arguments of `machine`: driver, module, build
         ((None,), "", "cpu", None),
         ((None,), "", "cuda", {CPU_BUILD, NO_DRIVER}),
         ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node

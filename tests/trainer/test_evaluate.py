@@ -192,7 +192,7 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
     assert majorities([right, right, said("8")], [3])[3][0] == 1
     assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space does not make another answer
     assert majorities([right, said("8")], [2])[2][0] == 0.5
-    # Two ways to be right.
+    # Two spellings of the right answer count as one answer.
     assert majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
     assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # no answer, no vote
     assert majorities([said(None)] * 2, [2])[2][0] == 0

@@ -107,7 +107,7 @@ def test_supervised_weights_stand_where_their_token_is_predicted() -> None:
 
 
 def test_plans_by_hand() -> None:
-    # 5 + 3, 4 + 3, 2: the first micro-batch with room, the longest sequence first.
+    # 5 + 3, 4 + 3, 2: the longest sequence first, each into the first micro-batch with room.
     assert plan_micro_batches([5, 4, 3, 3, 2], 1, 8) == [[[0, 2], [1, 3], [4]]]
     assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
     # A fourth for two ranks: 5 + 3 is split, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 wherever it fits.
@@ -242,7 +242,8 @@ def test_the_samples_of_a_session_share_its_weight(denominator: Any) -> None:
 def test_a_sample_that_stands_for_several_weighs_as_many(denominator: Any) -> None:
     agents = {**AGENTS, "verifier1": AgentConfig()}
     groups = [group("0", [1, 0]), group("1", [1, 0, 1, 0], tokens=5, agent="verifier1")]
-    credited = credit(groups, CreditConfig(balance="uniform"), agents, group_size=4)  # 2 copies of each of the Solver's
+    # 2 copies of each sample of the Solver.
+    credited = credit(groups, CreditConfig(balance="uniform"), agents, group_size=4)
     (update,) = mini_batches(credited, 1, Average(denominator=denominator), seed=0, step=1)
     sums = {"all": (4 * 3 + 4 * 5,) * 2, "agent": (4 * 3, 4 * 5)}[denominator]
     found = [sequence.weight / update.normaliser for sequence in update.sequences]

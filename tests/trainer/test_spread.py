@@ -100,7 +100,8 @@ def test_the_first_agent_that_is_trained_counts_or_whole_instances(tmp_path: Pat
     config, _ = read_config(None, [REFILL])
     assert config.counted_agent == "solver" and config.rollout.most_problems == 16
     assert read_config(None, [REFILL, train])[0].counted_agent == "verifier1"
-    assert read_config(None, [train, "rollout.refill.groups=12"])[0].counted_agent == "verifier1"  # two of a problem
+    # Two groups of a problem.
+    assert read_config(None, [train, "rollout.refill.groups=12"])[0].counted_agent == "verifier1"
     for word in ("rollout.pipeline=trajectory", "credit.normalise=agent"):
         assert read_config(None, [REFILL, word])[0].counted_agent is None
     problems = ["task=math", f"data.train={tmp_path}/problems.jsonl", "policies.main.model=/m", "data.rest=3"]

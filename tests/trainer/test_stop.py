@@ -132,7 +132,7 @@ def test_stages_may_outlast_collective_timeouts(two_ranks: RankPair) -> None:
     assert first[:5] == other[:5] == ["None", "b'batch'", "b'0 1'", "False", "None"]
     cpu_s, num_sleepers, num_keys = float(other[5]), *map(int, other[6:8])
     assert cpu_s < 0.2 * 2 * LATE_S  # a polling rank would use all of it
-    assert num_sleepers == 0 and num_keys == 0  # of meetings before the last
+    assert num_sleepers == 0 and num_keys == 0  # no key of meetings before the last is left
 
 
 LAUNCHED = """
