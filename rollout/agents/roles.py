@@ -34,7 +34,7 @@ PLACEHOLDERS: Mapping[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
     Role.DISTILLER: (("problem", "output"), ("purpose",)),
     Role.ADVISER: (("problem",), ("solution", "report")),
 }
-"""Placeholders, as {name}, that a role's turns must have, and those that they may have."""
+"""Placeholders {name} of each role: (required in its turns, allowed in addition)."""
 
 READS: Mapping[Role, str] = {
     **dict.fromkeys((Role.SOLVER, Role.CORRECTOR, Role.DEBATER, Role.ANSWERER, Role.REASONER), "answer"),

@@ -79,7 +79,7 @@ def read_corpus(path: str | Path) -> Iterator[Document]:
 
 
 def read_papers(path: str | Path) -> Iterator[Document]:
-    """Yield the papers of a jsonl file one at a time: {title, abstract}, and optionally id, year and citations; as
+    """Yield the papers of a jsonl file one at a time: {title, abstract}, and optionally id, year and citations. Errors as in
     read_corpus."""
     return _read(path, lambda row: Paper.model_validate(row).document, "{title, abstract, year, citations}")
 

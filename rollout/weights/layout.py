@@ -86,7 +86,7 @@ class Box:
         return Box((*self.start[:axis], start, *self.start[after:]), (*self.end[:axis], end, *self.end[after:]))
 
     def within(self, other: Box, row: int = 0) -> Box:
-        """Return the box relative to the beginning of another one, which is at row `row`."""
+        """Return the box's position in a tensor that holds the box `other` from row `row` on."""
         origin = (other.start[0], other.start[1] - row, other.start[2])
         return Box(tuple(map(sub, self.start, origin)), tuple(map(sub, self.end, origin)))
 
@@ -170,7 +170,7 @@ class ShardLayout:
     places: Mapping[str, Sequence[tuple[str, int]]]
 
     def placed(self, name: str, box: Box) -> list[tuple[str, Box]]:
-        """Return (fused tensor, box in it) for each place of a part of the shard's box of a tensor."""
+        """Return (fused tensor, box in it) for each place where the shard holds `box`, a part of its box of the tensor `name`."""
         return [(fused, box.within(self.needs[name], row)) for fused, row in self.places[name]]
 
 

@@ -94,7 +94,7 @@ def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
         ratios.append(planned / ours["median_s"])
     *within, outside = (
-        # The second machine, which ran the case of a quarter active rows, is slower: a GEMM alone took 14.9 ms there, and 12.8 on the first.
+        # The second machine is slower: a GEMM alone took 14.9 ms there, and 12.8 on the first.
         ratios
     )
     assert len(within) == 3 and within == pytest.approx([1.0] * 3, rel=0.1)
