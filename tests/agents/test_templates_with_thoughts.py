@@ -111,7 +111,7 @@ def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
 def test_control_words_in_contents_are_tokenised_as_text(
     named: tuple[str, ChatRenderer], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest is tokenised as if the control words had ordinary letters in their place."""
+    """The rest of the prompt is tokenised as if the control words had ordinary letters in their place."""
     _, renderer = named
     marks, letters = list(b"@@@"), list(words.encode())
     for place in ROLES:

@@ -1,6 +1,6 @@
 """Trainer and engine compute equal log-probs for equal weights: before and after a sync, for every kind of parameter.
 
-Engines of one process and of two; the latter hold halves, and must end with the process that started them.
+Engines have one process, or two that hold half of the model each and must end with the process that started them.
 """
 
 from __future__ import annotations

@@ -106,8 +106,10 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
 
 
 def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of numbers that a kernel multiplies in 32 bits, by their names, unless one is made only of constants and
-    ranges: a row times the row stride exceeds 2^31.
+    """Return the names of each pair of numbers that a kernel multiplies in 32 bits.
+
+    Such a product may overflow: a row times the row stride exceeds 2^31. Pairs with a number made only of constants and ranges
+    are left out.
     """
     values = {}
     for line in intermediate.splitlines():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from marsrl.kernels import kept_rows, mpt_gate, pack
 
-# (for each sequence whether its tokens are sampled; positions of padding). A sequence may be empty; padding needs one.
+# (for each sequence, which of its tokens are sampled; number of padding positions). Sequences may be empty, but there is at least
+# one, to which padding belongs.
 FLAGS = st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6)
 
 

@@ -235,7 +235,7 @@ def job(
 ) -> None:
     """Write the results to the file `out`, on rank 0.
 
-    resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}; so are resumed_adapters. updated: {layout:
+    resumed, resumed_adapters: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout:
     router_replay of updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout,
     recompute]}}.
     """

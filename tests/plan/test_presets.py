@@ -151,7 +151,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm", None),  # on CPUs
         ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm", None),  # the default run, on one GPU
         ({"ray_address": HEAD}, ON_A_CLUSTER, "/shared", None),
-        ({"ray_address": HEAD}, ON_A_CLUSTER, None, None),  # nccl, ipc
+        ({"ray_address": HEAD}, ON_A_CLUSTER, None, None),  # backends nccl and ipc, without files
         ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm", None),
         (WIDE | {"engines": 2}, NODE, "/dev/shm", None),
         (WIDE | {"placement": "local"}, TrainerHost(2, 1, False), "/dev/shm", None),

@@ -195,7 +195,7 @@ def test_each_segment_keeps_the_record_of_its_own_weights(model: Path, other: Pa
         np.testing.assert_array_equal(np.sort(sample.routed_experts[cut:]), np.sort(new[cut:]))
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
         assert len(sample.kept_tokens.counts) == 24 and (sample.kept_tokens.counts > 0).all()
-    assert differ > 20  # the versions choose differently, so the record is of one of them
+    assert differ > 20  # the two versions choose differently, so the record must be of the right one
     for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
         sequences = train_sequences(samples)
         (batch,) = micro_batches(sequences, 1)

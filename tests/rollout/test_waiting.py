@@ -264,7 +264,7 @@ def test_where_a_turn_begins_and_whether_within_a_thought(
 
 
 class Twice(Seeker):
-    """The Solver looks up twice."""
+    """Team whose Solver looks things up twice, one after the other."""
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         asks: list[Ask | ToolCall] = [episode.ask("solver")]

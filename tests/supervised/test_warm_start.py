@@ -69,7 +69,7 @@ def test_each_team_with_a_tutor_has_its_own_warm_start() -> None:
 def test_a_team_without_a_tutor_needs_models(word: str) -> None:
     config = searching(word)
     assert tutor_of(config) is None
-    if word.startswith("agents"):  # others are refused earlier for other reasons
+    if word.startswith("agents"):  # the other settings are refused earlier, for other reasons
         with pytest.raises(
             ValueError, match=r"main.model is not set, and this team has no .*, or task=arithmetic, preset="
         ):

@@ -185,7 +185,7 @@ def test_a_failed_sandbox_is_a_call_error_and_one_warning(
         run(tool, "1")
 
 
-# 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, for a user who is not root.
+# Output on Ubuntu 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, for a user who is not root.
 UBUNTU_SAYS = "bwrap: setting up uid map: Permission denied"
 
 

@@ -257,7 +257,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("text", "words", "said"),
-    [  # {}: the file
+    [  # {} stands for the file's name
         ("- 1\n- 2\n", [], "{}"),  # the file is not a mapping
         ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: the line is indented with a tab; use spaces"),
         ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: the line is indented with a tab; use spaces"),
