@@ -40,8 +40,8 @@ _KERNEL_SETTINGS = Path("/proc/sys")
 # Kernel settings that deny user namespaces to ordinary users, and remedies.
 _IN_THE_WAY = {
     ("kernel.apparmor_restrict_unprivileged_userns", "1"): (
-        "AppArmor takes all rights away in them, as Ubuntu has it from 23.10 on; as root, `sysctl -w "
-        "kernel.apparmor_restrict_unprivileged_userns=0`, or a profile for bubblewrap alone (docs/python.md)"
+        "AppArmor takes all rights from user namespaces, as on Ubuntu from 23.10 on; as root, run `sysctl -w "
+        "kernel.apparmor_restrict_unprivileged_userns=0`, or add a profile for bubblewrap alone (docs/python.md)"
     ),
     ("kernel.unprivileged_userns_clone", "0"): "as root, `sysctl -w kernel.unprivileged_userns_clone=1`",
     ("user.max_user_namespaces", "0"): "as root, `sysctl -w user.max_user_namespaces=15000`",
