@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument(
         "--micro-batch", type=int, metavar="TOKENS", help="tokens of a micro-batch; the batch grows in proportion"
     )
-    parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, which has DMMPT on")
+    parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table: the same with DMMPT")
     parser.add_argument(
         "--adapter",
         nargs="*",

@@ -309,13 +309,13 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of tokens up to the end of the last answer that a program read; of a team's sample, all tokens."""
+        """Number of tokens up to the end of the last answer that a program read; all tokens for a sample of a team."""
         read = [turn.end for turn in self.turns if turn.fate is Fate.READ]
         return len(self.token_ids) if not self.turns else max(read, default=0)
 
     @property
     def trained_turns(self) -> list[Turn]:
-        """Turns that are trained, in order: answers that a program read; of a team's sample, its runs of sampled tokens."""
+        """Trained turns, in order: the answers that a program read, or a team's runs of consecutive sampled tokens."""
         if self.turns:
             return [turn for turn in self.turns if turn.fate is Fate.READ]
         ends = np.flatnonzero(np.diff(self.is_sampled, prepend=False, append=False)).tolist()

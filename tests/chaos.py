@@ -70,7 +70,7 @@ STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted befo
 
 
 def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]:
-    """A fault that ends the run with this last line."""
+    """Return a fault: `strike` the run, which then ends with this last line."""
 
     def struck(run: Trial) -> str:
         strike(run)

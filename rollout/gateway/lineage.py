@@ -183,7 +183,7 @@ class Settled:
             if uid not in by_uid and lineage in known and (is_sub_agent or self.agents[uid] not in by_agent):
                 by_uid[uid] = known[lineage]
             elif uid not in by_uid and caller is not None and self.agents[uid] not in given:
-                if caller.uid in by_uid:  # The caller began earlier.
+                if caller.uid in by_uid:  # The caller began earlier, so its reward is known by now.
                     by_uid[uid] = by_uid[caller.uid]
                 elif self.agents[caller.uid] in by_agent:
                     by_uid[uid] = by_agent[self.agents[caller.uid]]
@@ -305,8 +305,11 @@ class Lineages:
         return callers
 
     def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
-        """Return the last of the caller's `calls` before the lineage's `own` calls; None if it was not answered before them, or
-        the caller's next call does not follow all of them."""
+        """Return the last call in `calls` before those in `own` if the caller waited around them, else None.
+
+        calls: calls of the lineage that may be the caller. own: calls of the lineage that it may have started. The caller waited
+        if that call was answered before the first own call, and its next call comes after the last own call.
+        """
         place = bisect_left(calls, own[0])
         is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]
         return calls[place - 1] if is_answered and calls[place] > own[-1] else None

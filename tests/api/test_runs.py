@@ -115,7 +115,8 @@ def test_an_interrupted_run_is_saved_and_goes_on(model: Path) -> None:
             marsrl.train(team=Pair, task=Sevens, **settings)
     finally:
         INTERRUPTS.clear()
-    (last,) = re.findall(r"\(step (\d)\)", str(stopped.value))  # 1, unless step 2 had just ended
+    # Last checkpoint: of step 1, or of step 2 if that had just ended.
+    (last,) = re.findall(r"\(step (\d)\)", str(stopped.value))
     assert [row["step"] for row in marsrl.load_run("runs/stopped").metrics] == [1, 2][: int(last)]
     run = marsrl.train(team=Pair, task=Sevens, **settings, **{"run.resume": "auto"})
     assert [row["step"] for row in run.metrics] == [1, 2, 3]

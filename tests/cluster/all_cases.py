@@ -46,7 +46,7 @@ def run(box: Box, tmp_path: Path) -> Iterator[cluster.Training]:
 
 
 def metric(run: cluster.Training, name: str) -> list[float]:
-    """Values of a metric, by step."""
+    """Return the metric's value at each step; 0 where it is missing."""
     return [row.values.get(name) or 0 for row in run.rows()]
 
 

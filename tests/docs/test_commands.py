@@ -176,7 +176,7 @@ def test_a_run_on_gpus_passes_its_checks(
     os.environ.pop("MARSRL_DEVICE", None)
     assert call([*words, "--dry-run"]) == 2
     assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err
-    if "configs/single_gpu.yaml" in command:  # as it would run on a CPU
+    if "configs/single_gpu.yaml" in command:  # check also that the command would run on a CPU
         assert call([*words, "--dry-run", "run.device=cpu"]) == 0, capsys.readouterr().err
         assert "ranks: 1, on CPUs" in capsys.readouterr().out
     pretend_gpus(monkeypatch)
@@ -204,7 +204,7 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
     return yaml.safe_load(shown.partition("\nsettings:\n")[2]), shown
 
 
-TEAMS = {  # agents, and a phrase of the batch arithmetic
+TEAMS = {  # a word of the command: (agents, phrase of the printed batch arithmetic)
     "rollout.refill.groups=6": ("solver", "one agent: 128 samples a step"),  # at most 16 problems
     "orchestration=solver": ("solver", "one agent: 64 samples a step"),
     "orchestration=solver_verifier": ("solver verifier", "128 samples of solver"),

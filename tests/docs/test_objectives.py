@@ -34,32 +34,32 @@ def named_blocks() -> dict[str, str]:
 
 
 def rloo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Equation 8, without KL."""
+    """Return the objective of RLOO's equation 8, without KL."""
     others = (REWARDS.sum() - REWARDS) / (NUM - 1)
     sums = torch.stack([own.sum() for own in logp])
     return ((REWARDS - others) * sums).mean() / config.rollout.max_response_tokens
 
 
 def dr_grpo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Clipped, with R - mean and a constant length; multiplied by G / (G - 1)."""
+    """Return the clipped objective with advantages R - mean and a constant length, multiplied by G / (G - 1)."""
     sums = [clipped(p - q, a, 0.2, 0.2).sum() for p, q, a in zip(logp, old, REWARDS - REWARDS.mean(), strict=True)]
     return torch.stack(sums).mean() / config.rollout.max_response_tokens * NUM / (NUM - 1)
 
 
 def dapo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Equation 8."""
+    """Return the objective of DAPO's equation 8."""
     sums = [clipped(p - q, a, 0.2, 0.28).sum() for p, q, a in zip(logp, old, GRPO, strict=True)]
     return torch.stack(sums).sum() / sum(LENGTHS)
 
 
 def gspo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Equations 5 and 7."""
+    """Return the objective of GSPO's equations 5 and 7."""
     means = torch.stack([(p - q).mean() for p, q in zip(logp, old, strict=True)])
     return clipped(means, GRPO, 3e-4, 4e-4).mean()
 
 
 def cispo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Equation 4: the clipped ratio is a weight without gradient."""
+    """Return the objective of equation 4 of CISPO's paper: the clipped ratio is a weight without gradient."""
     sums = [
         ((p - q).exp().detach().clamp(max=1 + config.loss.clip_high) * a * p).sum()
         for p, q, a in zip(logp, old, GRPO, strict=True)

@@ -483,7 +483,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
 def known(answer: dict[str, Any], tools: Any = TOOLS) -> tuple[History, Strand]:
-    """A history with one answered call."""
+    """Return a history with one answered call, and the strand of that call."""
     history, strand = History(), Strand(np.asarray([1, 2, 3], np.int32), 2, "s:0", is_busy=False)
     history.answered("solver", tools, [SYSTEM, USER, answer], strand)
     return history, strand

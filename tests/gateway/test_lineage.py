@@ -85,7 +85,7 @@ class Session:
         self.lineages.answer(ask, strand, number, np.array([99], np.int32), message, self.num_calls)
 
     def one(self, uid: str, *prompt: int, text: str = "", **fields: Any) -> Strand:
-        """A new sample and its answer."""
+        """Begin a sample and answer its first call; return the sample's strand."""
         strand = self.begin(uid, *prompt, **fields)
         self.answer(text)
         return strand
@@ -376,7 +376,7 @@ def output(name: str | None, text: str = "7") -> dict[str, Any]:
 
 
 def known(*answers: dict[str, Any]) -> History:
-    """A history of one chat with an output after each answer but the last; each answer is a sample of its own."""
+    """Return a history of one chat: each answer is a sample of its own, and a tool's output follows each but the last."""
     history, chat = History(), [USER]
     for number, answer in enumerate(answers):
         chat = [*chat, answer]

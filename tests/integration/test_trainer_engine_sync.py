@@ -192,7 +192,7 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """vLLM does not reap a worker that it has killed itself, which then stays a zombie as long as the engine."""
+    """Return True if the process has ended, also if it is a zombie: vLLM does not reap workers that it killed."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

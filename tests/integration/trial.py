@@ -214,7 +214,7 @@ class Trial:
         return line
 
     def kill(self) -> None:
-        """Kill what still runs of it."""
+        """Kill the run's processes that are still alive."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -72,7 +72,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 @contextmanager
 def compiled_launches(target: int) -> Iterator[list[Report]]:
-    """Launches inside the block compile for the target instead of running; the list has a report for each."""
+    """Compile launches inside the block for the target instead of running them; yield the list of their reports."""
     reports: list[Report] = []
     run = JITFunction.run
 

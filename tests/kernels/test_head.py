@@ -221,7 +221,7 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
 def simple(
     num_tokens: int = 20, size: int = 16, vocab: int = 131, dtype: torch.dtype = FP32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, Tensor, Arguments]:
-    """A batch without a mask: weights of supervised training, one sequence."""
+    """Return a batch of one sequence without a mask, with the objective of supervised training."""
     hidden, weight, targets = (each.to(device) for each in head_case(num_tokens, size, vocab))
     arguments = {
         "objective": PLAIN,

@@ -60,12 +60,12 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert found.num_problems == 150 and found.is_clear and 0.1 < found.low < found.mean < found.high < 0.4
     back = gap(better, worse)
     assert (back.mean, back.low, back.high) == pytest.approx((-found.mean, -found.high, -found.low)) and back.is_clear
-    assert not gap(worse, better, "alone").is_clear  # the same Solver
+    assert not gap(worse, better, "alone").is_clear  # both systems have the same Solver
     same = gap(worse, worse)
     assert (same.mean, same.low, same.high) == (0, 0, 0) and not same.is_clear
     others = read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3)))
     assert difference(read_compared(worse), others, "system") is None
-    # Verifier1 did not play every problem.
+    # No difference is given, because Verifier1 did not play every problem.
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None
     assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
     assert Difference(0.5, 0.1, 0.9, 2).is_clear

@@ -33,8 +33,9 @@ def test_published_parameter_counts() -> None:
 
 
 def holds(report: dict[str, Any], tolerance: float) -> None:
-    """Check a report. working, the peak without static tensors, may be off by half as much again, and more if the plan is
-    higher.
+    """Check planned against measured memory.
+
+    `working` is the peak without static tensors. Its plan may be 1.5 tolerances too low or 2.5 tolerances too high.
     """
     for what, allowed in (("static", 0.01), ("peak", tolerance), ("working", 1.5 * tolerance)):
         measured, planned = report[what]

@@ -300,7 +300,7 @@ def played(config: RolloutConfig, replicas: MortalReplicas) -> Play:
 
 
 class Unlucky(MortalReplicas):
-    """Now and then an engine dies or hangs, at random."""
+    """Replicas of which one dies or hangs now and then, at random."""
 
     def __init__(self, count: int, seed: int, share: float, **options: Any) -> None:
         super().__init__(count, **options)

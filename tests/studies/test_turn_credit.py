@@ -37,7 +37,7 @@ def in_two_samples(sample: Sample) -> list[Sample]:
 
 
 def by_credit(split: Any, normalise: Any) -> Estimator:
-    """Return the trainer's own advantages."""
+    """Return the estimator that computes advantages by the trainer's own code."""
 
     def estimate(sessions: Any) -> list[list[float]]:
         group = samples_of(sessions)

@@ -91,7 +91,7 @@ def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, toml: str, gone
 
 
 def played(folder: Path, task: Path, *agent: str, **more: str) -> tuple[subprocess.CompletedProcess[str], str]:
-    """What the command prints for this task, and the calls of Docker."""
+    """Run the command on this task; return the finished process and the calls of Docker."""
     (binaries := folder / "bin").mkdir()
     (binaries / "docker").write_text(f"#!{sys.executable}\n{DOCKER}")
     (binaries / "docker").chmod(0o755)

@@ -51,7 +51,7 @@ def world() -> World:
 
 @pytest.fixture(scope="module")
 def calculating() -> World:
-    """The same facts, with calculations among the questions."""
+    """Return a world of the same facts, whose questions include calculations."""
     return World(OPTIONS.model_copy(update={"calculations": 0.3}))
 
 

@@ -158,7 +158,7 @@ def test_the_longest_parts_are_cut_at_the_cap_and_none_is_lost() -> None:
 
 
 def hangs_if_told(gate: threading.Event) -> Scripted:
-    """Hangs until the gate opens if the call says so."""
+    """Return a tool that hangs until the gate opens if its text is "hang"."""
     return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
 
 

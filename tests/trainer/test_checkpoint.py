@@ -182,7 +182,7 @@ def test_removal_spares_later_checkpoints_and_strange_folders(run: RunDirectory)
 
 
 def evaluate(run: RunDirectory, **accuracies: float | None) -> None:
-    """Evaluations by step."""
+    """Write an evaluation for each step; accuracies: by step, as _2=0.5 for step 2."""
     for step, mean in accuracies.items():
         write_json(run.evaluation(int(step[1:])) / "evaluation.json", {"system": {"mean": mean}})
 

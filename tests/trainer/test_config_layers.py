@@ -159,7 +159,7 @@ def test_another_orchestration_drops_agents_of_lower_layers(tmp_path: Path) -> N
 
 def test_another_kind_of_section_drops_keys_of_lower_layers(tmp_path: Path) -> None:
     words = ["policies.main.model=/m", "data.train=x.jsonl"]
-    for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # their search is of kind serpapi, and reads pages
+    for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # presets whose search has kind serpapi, and reads pages
         config, _ = read_config(preset, words)
         assert isinstance(config.tools.search, SerpApiSearch) and isinstance(config.tools.scholar, SerpApiScholar)
         assert config.tools.search.read_pages and config.tools.scholar.read_pages and config.tools.visit is None

@@ -153,14 +153,14 @@ def test_the_elo_of_equals_is_about_0() -> None:
     ]
     found = elo_of(games, 3)
     assert found.low < 0 < found.high and abs(found.mean) < 60 and 30 < found.high - found.low < 200 and found.n == 240
-    # Whoever moves first wins: as equal, but no less certain than 10 openings allow.
+    # Whoever moves first wins: the rating is 0, with an interval as wide as 10 openings make it.
     even = games_of(1, {0: [1.0] * 10}, "first") + games_of(1, {0: [0.0] * 10}, "second")
     rated = elo_of(even, 1)
     assert abs(rated.mean) < 1e-6 and rated.low < -100 and rated.high == pytest.approx(-rated.low)
 
 
 def test_elo_recovers_known_strengths_across_evaluations() -> None:
-    """Version 9 never met version 0, which it would beat in 99 of 100 games: 4 links them."""
+    """Version 9 would beat version 0 in 99 of 100 games. They never met, but both met version 4."""
     strength, n = {0: 1.0, 4: 10.0, 9: 100.0}, 2000
 
     def games(version: int, opponent: int) -> list[Game]:
