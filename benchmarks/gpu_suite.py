@@ -235,7 +235,8 @@ def importable(folder: Path) -> Path:
         print(f"not unpacked: {line}", flush=True)
     target = folder / "site-packages"  # QuACK looks for this name in its own path.
     for archive in archives:
-        unpacked = target / f".{archive.name}.{archive.stat().st_size}"  # written last
+        # Marker that the archive is completely unpacked.
+        unpacked = target / f".{archive.name}.{archive.stat().st_size}"
         if not unpacked.exists():
             with zipfile.ZipFile(archive) as packed:
                 packed.extractall(target)

@@ -217,7 +217,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
 
 
 def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
-    """Compare random models as version 0, and each as version 1 after an update."""
+    """Compare trainer and engine on `num` random models: as version 0, and as version 1 after a small change of all weights."""
     for i in range(num):
         std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
         weights = pair.weights(std, first + i)

@@ -52,4 +52,5 @@ def mpt_gate(
     if process_group is not None:
         dist.all_reduce(sums, group=process_group)
     total, count = sums.unbind()
-    return positive & (total < entropy_threshold * count)  # False without tokens, and no division by 0
+    # Multiplied by count: no division by 0, and False without tokens.
+    return positive & (total < entropy_threshold * count)

@@ -90,7 +90,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(TOGETHER)}
-    items.sort(key=lambda item: order.get(together(str(item.path.relative_to(_ROOT))), len(order)))  # stable
+    # The sort is stable: tests of one file stay in order.
+    items.sort(key=lambda item: order.get(together(str(item.path.relative_to(_ROOT))), len(order)))
 
 
 @pytest.fixture(autouse=True)

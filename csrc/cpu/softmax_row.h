@@ -7,7 +7,7 @@
 #include <limits>
 
 struct Sums {
-  float maximum;    // largest raw logit
+  float maximum;    // largest logit, before the temperature
   double sum;       // sum of e^d with d = (x - maximum) / tau
   double weighted;  // sum of d e^d
 };

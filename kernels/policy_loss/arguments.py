@@ -7,7 +7,7 @@ from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, che
 from marsrl.kernels.head.objective import LossInputs, PolicyObjective, PolicyTokens
 from marsrl.kernels.library import cpu_library, why_no_cpu_library
 
-# Each field of LossInputs has a name, True if [T] rather than [S], and its dtypes.
+# Fields of LossInputs: (name, True if [T] and False if [S], accepted dtypes).
 _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
     ("advantages", False, FLOATS),
     ("token_advantages", True, FLOATS),

@@ -118,9 +118,8 @@ def test_an_outcome_is_unknown_if_no_answer_precedes_a_failure() -> None:
         outcomes = team.outcomes(play(team, script(*said)))
         assert len(outcomes) == len(said) and all(map(np.isnan, outcomes.values()))
     team = solver_verifier()
-    assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {
-        1.0
-    }  # the last known solution counts
+    # If the Verifier fails, the last solution counts.
+    assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {1.0}
 
 
 def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:

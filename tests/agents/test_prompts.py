@@ -356,12 +356,12 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (final_answer, "The answer is \\boxed{18", None),
     (final_answer, "The answers are 1 and 2. Two answers: yes.", None),
     (final_answer, "The answer is " + 201 * "9", None),
-    # The word after the last key.
+    # The answer is the word after the last "Answer:" or "Verdict:".
     (chain_answer, "Answer: 3 agree Answer: 5", "5"),
     (chain_answer, "Answer: claim", None),
     (chain_verdict, "got 3 said 3 Verdict: correct", True),
     (chain_verdict, "Verdict: wrong Verdict: 3", None),
-    # The last complete tag.
+    # The answer is in the last complete tag.
     (answer_tag, "<answer> Lima </answer>", "Lima"),
     (answer_tag, "<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
     (answer_tag, "<answer>a</answer> <answer>b", "a"),

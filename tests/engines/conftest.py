@@ -169,7 +169,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kind = item.callspec.params.get("kind") if hasattr(item, "callspec") else None
         return order.index(kind) if item.path.name == "test_engines.py" and kind in order else -1
 
-    items.sort(key=place)  # stable
+    items.sort(key=place)  # the sort is stable: other tests stay in order
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -229,7 +229,7 @@ def test_a_group_stays_together_and_groups_are_spread():
     assert {replica: len(share) for replica, share in shares.items()} == {0: 6, 1: 6}
     assert all(len({r for r, share in shares.items() for uid in share if uid[0] == g}) == 1 for g in "abcd")
     dispatch.add([ask("e.0", new=10), ask("f.0", new=10), ask("g.0", new=900)])
-    assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest first
+    assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest requests are sent first
     for twice, said in (([ask("h.0")] * 2, "only 1 distinct uids"), ([ask("e.0")], "is already being decoded")):
         with pytest.raises(ValueError, match=said):
             dispatch.add(twice)
@@ -246,7 +246,7 @@ def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch.add([ask("a.0", length=400)])  # 141 tokens of work, compared with 101 and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
-    dispatch.add([ask("a.0", length=300)])  # a prefill worth 30
+    dispatch.add([ask("a.0", length=300)])  # a prompt whose prefill costs as much as 30 decoded tokens
     assert uids(dispatch.take()) == {1 - home: ["a.0"]}
     for uid in ("a.0", "c.0"):
         dispatch.end(uid)
@@ -294,7 +294,7 @@ def test_no_replica_idles_while_requests_wait():
     dispatch.forget_homes()
     for each in (dispatch, fresh):
         each.add(asks[:40])
-    assert uids(dispatch.take()) == uids(fresh.take())  # finished work has no weight
+    assert uids(dispatch.take()) == uids(fresh.take())  # finished work does not influence later decisions
 
 
 def test_a_step_is_charged_only_to_requests_with_a_slot() -> None:

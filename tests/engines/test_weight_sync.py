@@ -298,7 +298,7 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
 
 CPU = torch.device("cpu")
 HUNG_S = 240.0  # longer than any wait in these tests
-MANY = 1 << 20  # numbers: more than sockets buffer
+MANY = 1 << 20  # numbers of a bucket, more than sockets buffer
 
 
 @pytest.fixture
@@ -375,7 +375,8 @@ def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
     TransferStore(rendezvous).give_up("it had a place")
     with pytest.raises(TransferBroken, match="it had a place"):
-        WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))  # padding rows
+        # The ninth row is padding: this place is accepted.
+        WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))
 
 
 def test_an_engine_lacking_weights_says_why_and_rejects_requests(

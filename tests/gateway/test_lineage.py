@@ -163,7 +163,7 @@ def test_headers_name_the_caller_of_nested_sub_agents() -> None:
     session.go_on(main)
     callers = session.callers()
     assert callers["nested"] == Caller("sub", 2) and callers["sub"] == Caller("main", 1)
-    assert callers["of unknown"] is None  # two callers fit
+    assert callers["of unknown"] is None  # ambiguous: two callers fit
     assert set(session.lineages.settle().named) == {"s", "n", "u"}
 
 
@@ -180,7 +180,7 @@ def test_calls_of_one_name_are_one_lineage() -> None:
     ("chat", "agent", "goes_on", "follows"),
     [
         (f"So far: {SUMMARY}", "solver", False, True),
-        (f"So far: {SUMMARY[20:]}", "solver", False, True),  # cut
+        (f"So far: {SUMMARY[20:]}", "solver", False, True),  # the summary lacks its beginning
         (f"So far: {SUMMARY[:40]}", "solver", False, False),
         (f"Is it right? {SUMMARY}", "verifier", False, False),
         (f"Is it right? {SUMMARY}", "solver", True, False),  # the first context goes on: a sub-agent
@@ -409,7 +409,7 @@ def test_calls_with_new_ids_are_compared_by_place(turns: list[dict[str, Any]], c
 
 
 def test_calls_without_ids_are_compared_by_what_they_say() -> None:
-    """As in a program's own examples."""
+    """Such calls occur in examples that a program puts before its first call."""
     answer, history = {"role": "assistant", "content": "7"}, History()
     strand = Strand(np.array([1, 2]), 1, "s", is_busy=False)
     history.answered("solver", None, [USER, called(None), output(None), answer], strand)

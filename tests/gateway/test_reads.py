@@ -301,7 +301,7 @@ def test_calls_that_do_not_merge_are_measured_and_warned_of(tmp_path: Path, chan
         "character 11: '10:00', '10:01' (docs/external.md: calls that merge)"
     ] * changes  # fmt: skip
     groups = [replace(g, samples=[replace(s, rewritten=BRANCH) for s in g.samples]) for g in credited.groups]
-    assert poor_merges(groups) == []  # Branches change nothing.
+    assert poor_merges(groups) == []  # Samples that branch off cause no warning.
 
 
 def test_new_contexts_alone_are_no_reason_to_warn(tmp_path: Path) -> None:

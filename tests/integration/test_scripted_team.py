@@ -351,7 +351,7 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
     logged = [r for path in step_files(run.tokens).values() for r in read_tokens(path)]
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
-    assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
+    assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group of 2 samples for each problem
     assert {r.agent for r in samples} == AGENTS
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("marsrl-")]
 
@@ -418,7 +418,8 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play) -> None:
         with pytest.raises(OSError):
             urllib.request.urlopen(address)
     assert "marsrl_step 1.0" not in pages[0] and 'marsrl_run{run="scripted"} 1.0' in pages[0]
-    assert "marsrl_step 1.0" in pages[-1] and 'marsrl_engines{policy="main"} 1.0' in pages[-1]  # in step 2
+    # The page was read in step 2, after step 1.
+    assert "marsrl_step 1.0" in pages[-1] and 'marsrl_engines{policy="main"} 1.0' in pages[-1]
     assert f'marsrl_metric{{name="reward/solver/mean"}} {first["reward/solver/mean"]}' in pages[-1]
 
 

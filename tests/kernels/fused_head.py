@@ -85,8 +85,10 @@ def without_target(targets: Tensor, vocab: int) -> Tensor:
 
 
 def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20, device: str = "cpu") -> Support:
-    """Return a support with a separate generator. It includes the target; for every fifth token only the target, for a third all
-    columns. Stored in another order than the tokens.
+    """Return a random support: a set of columns for each token, which includes the target.
+
+    The set of every fifth token is only the target, and that of a share `whole` of the tokens is all columns. The sets are stored
+    in another order than the tokens. The generator is separate, so later random numbers of a test do not change.
     """
     generator = torch.Generator().manual_seed(0)
     sets = []

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 
-POLICY = torch.tensor([3.0, 1, 4, 1, 5, 9, 2, 6], dtype=torch.float64) / 4  # logits
+POLICY = torch.tensor([3.0, 1, 4, 1, 5, 9, 2, 6], dtype=torch.float64) / 4  # logits of the policy
 REFERENCE = torch.tensor([2.0, 7, 1, 8, 2, 8, 1, 8], dtype=torch.float64) / 4
 OLDER = POLICY + torch.tensor([0.75, -0.75, 0.75, -0.75, -0.75, 0.75, 0.75, -0.75], dtype=torch.float64)
 DRAWN = {"this policy": POLICY, "older weights": OLDER}

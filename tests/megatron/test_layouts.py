@@ -42,7 +42,7 @@ RESUMED = {
 }  # fmt: skip
 # by trainer.router_replay
 UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
-# Tensor and pipeline ranks recompute. Those that do not are compared with PEFT by test_parity.py, and resumed here.
+# Cases with tensor or pipeline ranks recompute. Adapters without recomputation are compared with PEFT by test_parity.py.
 ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
     "qwen3": {
         "dp2": ({}, "none"),
@@ -85,11 +85,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
     one, two = reports[name.split("/")[0] + "/one"], reports[name]
     assert one["untouched"].keys() == two["untouched"].keys()
-    assert all(torch.equal(one["untouched"][n], two["untouched"][n]) for n in one["untouched"])  # converted bitwise
+    # Export of untrained weights changes no bit.
+    assert all(torch.equal(one["untouched"][n], two["untouched"][n]) for n in one["untouched"])
     expected, found = (torch.tensor(each["stats"], dtype=torch.float64) for each in (one, two))
     assert torch.allclose(found, expected, rtol=3e-6, atol=2e-6), (found - expected).abs().max()
     assert two["scores"][0] == pytest.approx(one["scores"][0], rel=1e-5)
-    # Roundings differ, but their size belongs to the model.
+    # Rounding errors differ between layouts, but their size depends on the model alone.
     assert two["scores"][1] == pytest.approx(one["scores"][1], rel=0.5)
     for n, weight in one["weights"].items():
         # AdamW's first steps are lr * sign(g) where g is a rounding error: a few weights may differ by that, one of a bias.

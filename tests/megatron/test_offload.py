@@ -34,7 +34,8 @@ class TwoMemories(TorchFunctionMode):
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             asks_offloading = "cpu_offloading" in sys._getframe(1).f_code.co_filename
             return asks_offloading and not hasattr(args[0], "in_host_memory")
-        out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))  # pinning needs a driver
+        # Memory is not pinned, which would need a GPU's driver.
+        out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))
         if func is Tensor.cpu and out is args[0]:
             out = out.clone()  # .cpu() of a CPU tensor returns the tensor itself, but the "GPU's" must stay one
         if func is Tensor.cpu or (func in self.COPIES and hasattr(args[0], "in_host_memory")):
@@ -43,7 +44,10 @@ class TwoMemories(TorchFunctionMode):
 
 
 def offload_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make new learners offload their optimizer's state. Set after their own check, which refuses offload without a GPU."""
+    """Make new learners offload their optimizer's state, although `offload` is refused without a GPU.
+
+    The setting is changed after the learner has checked it.
+    """
     from marsrl.trainer.learner.megatron import optimizer
 
     options, offloading = optimizer.optimizer_options, {"offload": True}

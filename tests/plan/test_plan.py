@@ -223,7 +223,7 @@ def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     said = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB; lower rollout.vllm.kv_cache_mib"
     assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
-    assert not engine_memory(own, H100).fits  # below one sequence
+    assert not engine_memory(own, H100).fits  # room for less than one sequence
     assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
     assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
 
@@ -235,7 +235,7 @@ FIRST = ["policies.main.layout={tensor: 4, expert: 8, pipeline: 1, context: 1}",
 def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
     far, near = planned("qwen3_30b_a3b", 64, *FIRST), planned("qwen3_30b_a3b_8xh100", 8)
     (policy,) = far.policies
-    one = (2 + 3 * 4) * 2 * MIB + 4 * 2 * MIB  # four channels between hosts
+    one = (2 + 3 * 4) * 2 * MIB + 4 * 2 * MIB  # between hosts: four channels, with buffers at both ends
     assert policy.rank_transfer_bytes == far.num_engine_gpus * one
     assert policy.engines.transfer_bytes == far.num_trainers * one
     pairs = far.num_trainers * far.num_engine_gpus
@@ -243,7 +243,7 @@ def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
         far, 200
     )
     (policy,) = near.policies
-    small = (2 + 3 * 32) * 2 * MIB  # 32 channels over NVLink, whose buffers are the receiver's
+    small = (2 + 3 * 32) * 2 * MIB  # over NVLink: 32 channels, with buffers only on the receiver
     assert policy.rank_transfer_bytes == near.num_engine_gpus * small
     assert policy.engines.transfer_bytes == near.num_trainers * (small + 32 * 10 * MIB)
     (files,) = planned("qwen3_30b_a3b_8xh100", 8, "sync.backend=shm").policies

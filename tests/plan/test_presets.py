@@ -30,7 +30,8 @@ from marsrl.trainer.checks.models import KNOWN, find_shape
 from marsrl.trainer.config.read import CONFIGS, read_config
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}  # our own engine decodes
+# Presets whose engine is our own.
+WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}
 # presets whose engines have rollout.vllm.tensor_parallel GPUs
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
@@ -148,7 +149,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm",
          r"to /dev/shm on trainer rank 0's .* rollout.ray_address=auto cannot read; set sync.directory to a folder"),
         ({"engines": 4}, NODE, "/dev/shm", None),
-        ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm", None),  # on CPUs
+        ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm", None),  # ranks and engines run on CPUs
         ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm", None),  # the default run, on one GPU
         ({"ray_address": HEAD}, ON_A_CLUSTER, "/shared", None),
         ({"ray_address": HEAD}, ON_A_CLUSTER, None, None),  # backends nccl and ipc, without files
@@ -191,7 +192,8 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
         ("Qwen3-30B-A3B", {"hidden_size": 2112}, {"quantization": "fp8", "tensor_parallel": 4},
          "in multiples of 128, but it is 2112; set it to null"),
         ("Qwen3-30B-A3B", {}, {"quantization": "fp8", "tensor_parallel": 4}, None),
-        ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),  # not experts
+        # The limit holds only for experts; a dense model has none.
+        ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),
         ("Qwen3-8B", {}, {"tensor_parallel": 2, "expert_parallel": True},
          "but Qwen3ForCausalLM has none; set it to false"),
     ],

@@ -212,7 +212,7 @@ def test_a_group_drops_its_stragglers_at_its_age_limit(completion: str, closes: 
     found = []
     for version in range(3, 8):
         stages = stages_of(group_completion=completion, max_group_age=2, group_size=4)
-        first, other = begun(stages)  # at version 3
+        first, other = begun(stages)  # the asks begin at version 3
         for index in (2, 0):
             says(stages, first.completions[index], "no answer")
         says(stages, first.completions[3], 0, Finish.ERROR)

@@ -22,9 +22,9 @@ def test_an_engine_moves_if_loads_differ_twofold_and_it_helps() -> None:
     assert "big worked 30.0 s" in move.why
     for big, small, moves in (
         ((2, 30.0), (2, 30.0), False),
-        ((1, 20.0), (3, 30.0), False),  # twice as much, not more
+        ((1, 20.0), (3, 30.0), False),  # twice the load is not enough
         ((1, 20.1), (3, 30.0), True),
-        ((1, 30.0), (1, 1.0), False),  # its last engine
+        ((1, 30.0), (1, 1.0), False),  # would take the policy's last engine
         ((1, 1.0), (2, 0.0), False),  # nearly no work was done
         ((1, 1.1), (2, 0.0), True),
         ((2, 84.0), (2, 40.0), False),  # loads of 42 and 20 s; 28 and 40 s after the move gain nothing

@@ -83,7 +83,7 @@ def test_dead_groups_add_problems_until_enough_are_live(pipeline: str) -> None:
     sent = submissions(play.pool)
     batch = next_batch(play.stages)
     assert drawn_in(sent) == [[*range(1, 9)], [9, 10, 11], [12]]
-    assert [int(group.rollout_id) for group in batch.groups] == [*range(1, 13)]  # dead groups too
+    assert [int(group.rollout_id) for group in batch.groups] == [*range(1, 13)]  # includes groups without spread
     added = [s for group in batch.groups[8:] for s in group.samples]
     expected = {"problems": 4, "live": 6, "dead": 6, "short": 0, "form_only": 0}
     assert counts(batch) == expected | {"tokens": sum(len(s.token_ids) for s in added)}
@@ -233,9 +233,8 @@ def test_an_evaluation_draws_no_problems() -> None:
         play.stages.team, {"main": 0}, 48, Sampling(), on_end=lambda p: played.append(p.episode.id)
     )
     problem = letter_problems(60)(0)
-    evaluation.add(
-        [Episode(f"{i:06d}", f"{i:06d}", problem, purpose="evaluate") for i in range(100, 108)], 0
-    )  # all dead
+    # None of these episodes' groups has spread.
+    evaluation.add([Episode(f"{i:06d}", f"{i:06d}", problem, purpose="evaluate") for i in range(100, 108)], 0)
     evaluation.finish()
     assert sorted(played) == [f"{i:06d}" for i in range(100, 108)] and encode(play.stages.snapshot()) == before
 

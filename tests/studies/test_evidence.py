@@ -156,4 +156,4 @@ def test_the_page_is_made_of_the_results_that_are_there() -> None:
     changed = {**results, key: replace(results[key], found={"system": 0.123})}
     section = evidence_page.page(text, changed).partition(f"## {masking}")[2].partition("## ")[0]
     assert evidence_page.table(evidence_page.CLAIMS[masking], changed) in section
-    assert "**Seen**" not in section  # written about other numbers
+    assert "**Seen**" not in section  # the text was written about other numbers, so the page omits it

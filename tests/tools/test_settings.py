@@ -92,7 +92,7 @@ def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> 
             preflight(read_config(None, [*words])[0], world_size=1)
 
     assert preflight(read_config(None, words)[0], world_size=1).plan
-    # The tools are in the prompt.
+    # The prompt, which describes the tools, does not fit.
     assert_refused("agents.solver.max_input_tokens is 100", *words, "agents.solver.max_input_tokens=100")
     (tmp_path / "echo.py").write_text("def echo(text): return text")
     assert_refused("tools.echo.function is .* has no annotation for text", *words)

@@ -114,7 +114,7 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
 @pytest.mark.parametrize(
     ("rollout", "sync", "on_gpus", "backend"),
     [
-        ({}, {}, True, "nccl"),  # on one host too
+        ({}, {}, True, "nccl"),  # NCCL is used on one host too
         ({"ray_address": "here"}, {}, True, "nccl"),
         ({"placement": "colocated"}, {}, True, "ipc"),
         ({"placement": "local"}, {}, True, "shm"),
@@ -123,7 +123,7 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"placement": "colocated"}, {}, False, "shm"),
         ({}, {"cpu_twin": True}, False, "nccl"),
         ({"placement": "colocated"}, {"cpu_twin": True}, False, "ipc"),
-        ({"vllm": {"quantization": "fp8"}}, {}, True, "nccl"),  # they are rounded where they arrive
+        ({"vllm": {"quantization": "fp8"}}, {}, True, "nccl"),  # weights are rounded to FP8 after the transfer
         ({"vllm": {"quantization": "fp8"}, "placement": "colocated"}, {}, True, "ipc"),
     ],
 )
@@ -133,7 +133,7 @@ def test_the_way_of_weights_follows_from_the_placement(
     decided = with_backend(config_of(rollout, sync), on_gpus=on_gpus)
     assert decided.sync.backend == backend
     assert with_backend(decided, on_gpus=not on_gpus) == decided
-    RunConfig.model_validate(decided.model_dump())  # the run's config.yaml
+    RunConfig.model_validate(decided.model_dump())  # the decided config can be read again, as config.yaml is
 
 
 WIDE = {"engines": 11, "ray_address": "here", "vllm": {"tensor_parallel": 2}}

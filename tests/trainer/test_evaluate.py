@@ -194,7 +194,7 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
     assert majorities([right, said("8")], [2])[2][0] == 0.5
     # Two spellings of the right answer count as one answer.
     assert majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
-    assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # no answer, no vote
+    assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # samples without an answer do not vote
     assert majorities([said(None)] * 2, [2])[2][0] == 0
     assert math.isnan(majorities([right], [2])[2][0])
     # Of two of {7, 7, 8}: a third of the pairs agree on 7; in the others one of both is right.
@@ -204,7 +204,7 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
 def test_unjudged_draws_are_left_out_and_single_draws_have_no_k() -> None:
     assert at_k({"p": [said("7", 1.0)], "q": [said("8")]}).pass_at == {}
     found = at_k({"p": [said("7", 1.0), said("8")], "q": [said("7", 1.0), said("8", None)]})
-    assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # q has one draw
+    assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # problem q has only one draw
     assert found.pass_at[1].mean == 0.75
 
 
@@ -237,7 +237,7 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
     with Kept(tmp_path) as kept:
         judged.collect_inputs(VERSIONS, kept=kept)
         found = judged.evaluate(VERSIONS, kept=kept)
-        assert not any(draw.prompts for draw in kept.draws.values())  # only on disk
+        assert not any(draw.prompts for draw in kept.draws.values())  # prompts are kept only on disk
     file = tmp_path / "draws.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for draw in (line["answer"] for line in lines):

@@ -233,7 +233,7 @@ def test_the_agent_that_is_paid_more_wins() -> None:
     assert score_of(played(("first", paid(1, format=-3)), ("second", paid(0))), "first", "second") == 1
     bonus = replace(paid(0, turns=0.5), turns=(0.5,))
     assert score_of(played(("first", bonus), ("first", paid(0)), ("second", paid(0.4))), "first", "second") == 1
-    # A reward by agent is in each of its samples, and counts once.
+    # A reward by agent is stored in each of the agent's samples, but counts once.
     assert score_of(played(*[("first", paid(1))] * 3, ("second", paid(2))), "first", "second") == 0
     missing = Reward(MISSING, MISSING)
     assert score_of(played(("first", missing), ("second", paid(1))), "first", "second") is None

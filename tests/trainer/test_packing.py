@@ -114,8 +114,9 @@ def test_plans_by_hand() -> None:
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
     assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equal ones the first is split
     assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # one with a single sequence is not split
-    assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]  # every second one moves
-    assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # nothing to split
+    # Every second sequence moves to the new micro-batch.
+    assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]
+    assert plan_micro_batches([8], 2, 8) == [[[0]], [[]]]  # a single sequence cannot be split
     assert plan_micro_batches([], 2, 8) == [[[]], [[]]] and plan_micro_batches([], 1, 8) == [[[]]]
     with pytest.raises(ValueError, match=r"101 tokens but trainer.max_tokens_per_micro_batch is 100"):
         plan_micro_batches([5, 101, 7], 1, 100)
@@ -218,7 +219,7 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
         }
         assert sequence.weight / update.normaliser == pytest.approx(expected[aggregation], rel=1e-12)
     if (aggregation, denominator) in (("token", "all"), ("sequence_sum_constant", "all")):
-        assert all(sequence.weight == 1 for sequence in update.sequences)  # nothing is multiplied
+        assert all(sequence.weight == 1 for sequence in update.sequences)  # exactly 1, so that nothing is multiplied
 
 
 @pytest.mark.parametrize("denominator", ["all", "agent"])

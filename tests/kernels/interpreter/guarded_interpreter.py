@@ -122,7 +122,7 @@ def _leave_out_unread_work() -> None:
     for_good._changes.clear()  # a launch that has ended restores nothing
     interpreter._patch_lang = lambda _: for_good
     dtype_of = interpreter._get_np_dtype
-    by_name: dict[str, np.dtype] = {}  # Triton makes a table of twenty at every call
+    by_name: dict[str, np.dtype] = {}  # dtypes by Triton name; Triton builds such a table at every call
 
     def known_dtype_of(kind: Any) -> np.dtype:
         if kind.scalar.name not in by_name:
