@@ -157,13 +157,13 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        # A config and the rules of layouts; the viewer, whose start would take four times as long with torch.
+        # Reading a config, and the viewer: its start would take four times as long with torch.
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # libraries that compile kernels
         # The package must import quickly.
         ("import marsrl; dir(marsrl)", {*HEAVY, "pydantic", "numpy", "omegaconf", "marsrl.runs"}),
-        # The training loop before its shim, export, and a new model import none of transformers' modelling code.
+        # The training loop before it installs the shim, the export, and the creation of a new model.
         (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils", *EXTRAS}),
     ],
     ids=["config", "viewer", "kernels", "api", "trainer"],

@@ -104,7 +104,7 @@ def test_backticks_of_running_text_are_closed() -> None:
 CODE = [path for room in ("commands", "trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
 FAMILIES += "|router|session|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
-# lanes of the trace, and prefixes of names
+# strings in the code that look like metrics: lanes of the trace, and beginnings of names
 NONE = {"reward/pool", "sync/<name>", "cost/<name>", "train_rollout/prob_diff_", "rollout/staleness_", "sft/held_out"}
 
 

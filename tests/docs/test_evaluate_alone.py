@@ -53,7 +53,7 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         first, _ = evaluated(words, capsys)
         num_asked = len(server.bodies)
         assert first["alone"]["n"] == first["system"]["n"] == first["latency"]["n"] == 8
-        # Critics without a verdict change nothing in one round.
+        # In the single round the critics give no verdict, so the Solver's answers count.
         assert first["alone"]["mean"] == first["system"]["mean"]
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}

@@ -177,7 +177,7 @@ def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:
     from vllm.model_executor.models.registry import _LazyRegisteredModel
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
-    # The halves of an engine load alone, without NCCL.
+    # Each half of an engine is loaded by itself, without NCCL.
     alone = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(lambda cls: alone)  # type: ignore[method-assign, assignment]
 

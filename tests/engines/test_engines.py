@@ -302,7 +302,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
     tensors = tensors_of(directory)
     fp8 = Precision(torch.float32, cache=torch.float8_e4m3fn)
     config = engine._llm.llm_engine.vllm_config
-    # Set by rollout.vllm.extra.
+    # Both values come from rollout.vllm.extra.
     assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512
     report = publish(engine, tensors, judge, directory, 0, fp8)
     assert report.comparison.median > 1e-3  # nats
@@ -404,7 +404,7 @@ def test_the_probe_finds_another_program_beside_the_noise_of_fp8(engine, directo
     tensors = tensors_of(directory)
     sync(GivenLearner(tensors, lambda: judge.scores(directory, tensors, FP8)), 0)
     for other in (
-        # Scores without a tolerance for rounded weights.
+        # Scores whose tolerance does not include weights rounded to FP8.
         lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),
         lambda: judge.scores(directory, perturbed(tensors, "layers.1.self_attn"), FP8),  # scores of older weights
     ):

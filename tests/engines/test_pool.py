@@ -462,7 +462,7 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         ("generate", FULL, RuntimeError, full),
         # The actor's return value does not fit into the object store.
         ("generate", in_the_actor("generate", FULL), RuntimeError, full),
-        # Not the engine's fault: a new one would fail in the same way.
+        # Errors of the program, not of one engine: a new engine would fail in the same way.
         ("update_weights", in_the_actor("update_weights", ZeroDivisionError("x")), ZeroDivisionError, "traceback"),
         ("generate", in_the_actor("generate", ValueError("two uids")), ValueError, "traceback"),
         ("collect", gone, RuntimeError, r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"),

@@ -61,7 +61,8 @@ def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], 
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(2))}
 
-    # Killed after a publish: engines that are gone already had the new versions. All come from the checkpoint.
+    # A run is killed after its last publish: only the lost engines had these versions. The resumed run loads all from the
+    # checkpoint.
     with pytest.raises(Killed), opened(tmp_path / "killed", words) as run:
         publish = run.publish
 

@@ -361,7 +361,7 @@ def test_sleeping_engines_keep_weights_if_no_publish_follows(play: Play, tmp_pat
     colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
     together = play(*colocated)
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
-    # First the sync's probes around the initial weights, while the engines are awake.
+    # At the start, the sync probes the engines before and after it sends the initial weights; they are awake.
     assert CALLS[:3] == ["score", "update_weights", "score"]
     assert CALLS[3:] == ["submit", "sleep", *sync] * 2  # weights are not kept, because each step publishes new ones
     spans = [span for span in read_trace(together.trace) if span.lane == "rank/0"]

@@ -46,7 +46,7 @@ def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], 
     assert rewards[0] > 0.2 and kl[0] > 0.4
     assert rewards[-1] < rewards[0] / 3
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
-    # The current weights would choose other experts for some tokens.
+    # For some tokens, the current weights would choose other experts than the recorded ones.
     assert 0 < sum(row["router/replayed_differ"] for row in rows) < len(rows) / 2
     assert all(row["train_rollout/prob_diff_mean"] < 0.05 for row in rows)
 
@@ -60,7 +60,7 @@ def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) ->
         train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "rollout.prompts_per_step=16", "run.steps=8"])
     )
     first, last = (row["reward/solver/mean"] for row in (rows[0], rows[-1]))
-    # Hoeffding: the mean of a step's samples deviates this much once in 10^9 steps.
+    # By Hoeffding's inequality, the mean of a step's samples deviates by more than this once in 10^9 steps.
     far = math.sqrt(math.log(2e9) / 2 / 128)
     assert abs(first - 0.5) < far < 0.3 and last > 0.5 + far
     assert rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]

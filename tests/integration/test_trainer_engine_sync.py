@@ -96,7 +96,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayClus
     model_dir = save_model(kind, tmp_path, vocab_size=VOCAB_SIZE, **SIZES)
     mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype="float32")
     learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
-    # In an actor's own process, because vLLM cannot load a MoE model after a dense one.
+    # vLLM runs in an actor's own process, because it cannot load a MoE model after a dense one.
     vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
     with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:

@@ -44,8 +44,8 @@ class Report:
     narrow_products: tuple[tuple[str, str], ...]  # pairs of variables that are multiplied in 32 bits
 
 
-# 32 bits are enough to count programs, and for tables of a chunk: 4 numbers for each of at most 16384 rows and some pieces of the
-# vocabulary. Kernel -> a factor of such products, by its name in the kernel.
+# Products that may be computed in 32 bits: {kernel: name of one factor}. They count programs, or elements of a chunk's tables,
+# which have 4 numbers for each of at most 16384 rows and some pieces of the vocabulary.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
@@ -54,8 +54,8 @@ SMALL_TABLES = {
     "matrix_gradients": {"num_in_tiles"},
 }
 ATTENTION = ["attention_forward", "attention_query_gradient", "attention_key_gradients"]
-# Bytes per thread. ptxas puts one double of exact_exp on the stack, with only 40 registers in use. A few addresses of attention
-# are spilled while the sums fill 255 registers; smaller tiles would read more.
+# Bytes of spilled registers that are allowed per thread. ptxas puts one double of exact_exp on the stack, although only 40
+# registers are in use. Attention spills a few addresses while its sums fill 255 registers; smaller tiles would read more.
 ALLOWED_SPILLS = {"row_gradients": 8, "prepare_rows": 8, **dict.fromkeys(ATTENTION, 96)}
 # Kernels that multiply 16-bit (or tf32) tiles on tensor cores. All others use none.
 PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTION}

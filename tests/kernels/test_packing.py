@@ -77,6 +77,6 @@ def test_packing_and_gating_on_a_gpu_do_not_synchronise(monkeypatch):
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(packed.token_ids, token_ids) and torch.equal(rows, packed.mask.nonzero()[:, 0])
     assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
-    # A wrong count stays in bounds.
+    # A wrong num_kept causes no access out of bounds.
     mask = torch.tensor([True, False, True, True], device="cuda")
     assert kept_rows(mask, num_kept=2).tolist() == [0, 2] and kept_rows(mask, num_kept=5).tolist() == [0, 2, 3, -1, -1]

@@ -65,7 +65,7 @@ def results(
     (out.logprobs.sum() + 0.3 * out.entropy.square().sum()).backward()
     first = [out.logprobs.detach(), out.entropy.detach(), hidden.grad, weight.grad]
     hidden.grad = weight.grad = None
-    # The reference leaves it to autograd.
+    # The reference leaves the weight's gradient to autograd.
     main_grad = None if weight.dtype == torch.float64 else torch.zeros(weight.shape)
     loss = linear_policy_loss(hidden, weight, targets, tp_group=group, main_grad=main_grad, **arguments)
     loss.loss.backward()

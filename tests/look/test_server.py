@@ -132,7 +132,8 @@ def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any
 
 def test_only_a_repair_is_compared_with_its_solution(ask: Callable[..., Any]) -> None:
     diffs = [ask("sample", run=0, step=6, line=line)["diff"] for line in (1, 2, 3, 4)]
-    # An answer, a verdict, a text that is too long, its own parent.
+    # Without a diff: an answer, a verdict, and a sample that is its own parent. The third line has a diff without parts: its text
+    # is too long.
     assert [each and (each["of"]["line"], each["parts"]) for each in diffs] == [None, None, (1, None), None]
     row = next(row for row in ask("samples", run=1)["rows"] if row["agent"] == "corrector1")
     found = ask("sample", run=1, step=row["step"], line=row["line"])

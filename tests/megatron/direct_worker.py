@@ -187,7 +187,7 @@ class Publishing:
         """
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):
-            # Halves score nothing, so no version is compared.
+            # Halves cannot score, so version 1 is not compared: verify_every is large.
             sync = self.direct(self.new(Halves, 2, experts == "spread"), kind, verify_every=100)
             sync.publish(self.learner, 1)
             name = f"{kind}_{experts}"

@@ -55,11 +55,11 @@ def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) 
         policy.score(batches)
         stats = step(policy, batches)
     assert stats.is_updated
-    # The rest are our CPU kernels, which have nothing to wait for, and the step itself, which waits for what decides whether it
-    # is applied, and for its results.
+    # Other files may wait: our CPU kernels, which have no device to wait for, and the step itself, which must know whether it is
+    # applied and reads its results.
     of_model = {f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
     assert not waits.found & {"trainer/data/packing.py", *of_model}
     # Megatron's layers, including the dispatch to experts, never wait.
     assert not any("/transformer/" in file for file in waits.found), waits.found
-    # The test detects such waits.
+    # The step's waits were detected, so the test works.
     assert any(file.endswith(("/step_stats.py", "/optimizer.py")) for file in waits.found), waits.found

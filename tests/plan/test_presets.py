@@ -156,7 +156,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"ray_address": "auto", "engines": 40}, TrainerHost(0, 1, False), "/dev/shm", None),
         (WIDE | {"engines": 2}, NODE, "/dev/shm", None),
         (WIDE | {"placement": "local"}, TrainerHost(2, 1, False), "/dev/shm", None),
-        # Its hosts may have 8.
+        # The cluster's hosts may have 8 GPUs.
         ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None, None),
     ],
 )  # fmt: skip

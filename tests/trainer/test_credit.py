@@ -114,7 +114,8 @@ def test_a_step_counts_a_session_once_and_not_its_own_reward() -> None:
 
 
 def test_calls_of_a_trajectory_share_one_advantage() -> None:
-    # Means 1, 1/2, 0 from the only known reward, and none; another problem's are not compared with these.
+    # Mean rewards of the trajectories: 1, 1/2, 0 (of the only known reward), and unknown. The second problem's are a separate
+    # set.
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
     groups += trajectories([5, 5], [5, 5], instance="1")
     credited = credit(groups, CreditConfig(normalise="trajectory"), SHARED)
@@ -291,7 +292,7 @@ def test_variance_inflation_by_hand() -> None:
     other = [group("1/solver", [0, 0, 1, math.nan]), group("1/solver:0/verifier1", [0, 1], "verifier1")]
     # All five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12.
     assert variance_inflation(other) == pytest.approx({"solver": (2 / 9 + 1 / 225) * 25 / 6, "verifier1": 13 / 12})
-    # This is how a common baseline changes the squares of the advantages.
+    # The inflation is the ratio of the squared advantages with a common baseline to those with the agent's own.
     moments = {}
     for normalise in ("global", "agent"):
         found = credit(other, CreditConfig.model_validate({"normalise": normalise}), SHARED).advantages.items()

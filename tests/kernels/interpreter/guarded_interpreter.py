@@ -113,9 +113,10 @@ def install() -> None:
 
 
 def _leave_out_unread_work() -> None:
-    """Leave out work whose result is never read: overflow assertions of integers, computed in int64 at each + - * and dropped
-    without debug. Patch the language once instead of for every launch and function call, and look up dtypes and shapes once
-    each.
+    """Leave out work of Triton's interpreter that has no effect on results.
+
+    Overflow assertions of integers are not computed: without debug they are dropped anyway. The language is patched once instead
+    of at every launch and function call. Dtypes and shapes are looked up once.
     """
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     for_good = interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
