@@ -76,7 +76,7 @@ class RolloutState:
     num_batches: int = 0  # stages ended so far
     num_taken: int = 0  # batches taken by the trainer
     refill: RefillCounts = field(default_factory=RefillCounts)
-    # By problem id; an entry is removed when a group of the problem has spread.
+    # Problems that rest, or have rested, by id. An entry is removed when a group of the problem has spread.
     resting: dict[str, Rest] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)  # metrics of decoding since the last batch
 

@@ -170,5 +170,5 @@ class TutorConfig(Settings):
     solver_batch: Count = Field(32, description="problems (search team: drills) per step in phase 1 (one role)")
     team_batch: Count = Field(16, description="problems per step in phase 2 (all roles)")
     short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
-    equality_drills: CountOr0 = Field(64, description="`are these digits equal` drills per step")
+    equality_drills: CountOr0 = Field(64, description="drills per step in which the Verifier compares two digits")
     table_drills: CountOr0 = Field(256, description="single operations per step in phase 1")

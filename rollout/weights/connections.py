@@ -350,8 +350,9 @@ class SharedBuffer:
     def _map(self, handle: list[object], num_bytes: int) -> Tensor:
         if self._device.type != "cuda":
             return self._mapped(str(handle[0]), num_bytes)
-        # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event).
-        # The relay uses the same GPU as this process (relay_ranks), perhaps under another index.
+        # handle: (device, handle, size, offset, reference counter's handle and offset, event's handle, True if this process must
+        # wait for the event). The device is replaced: the relay uses the same GPU as this process (relay_ranks), but its index
+        # may differ.
         plain = [base64.b64decode(each) if isinstance(each, str) else each for each in handle]
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *plain[1:])
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))

@@ -155,7 +155,7 @@ class DualTutor(FactsTutor):
     tokenizer = "calls"
     judged = (Role.DISTILLER, Role.REASONER)
     slip_call = 0.08  # share of System 2's calls with incomplete JSON
-    slip_purpose = 0.12  # share of System 2's searches for a wrong fact of the document
+    slip_purpose = 0.12  # share of System 2's searches whose purpose names a wrong fact of the document
     slip_guess = 0.5  # share of calculations answered with a random number, without a call
     slip_distiller = 0.15  # share of System 1's notes that give a wrong fact
 
