@@ -100,7 +100,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
         memory = [] if gpu else ["--no-memory"]  # on a CPU each table takes a process
         arguments = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
-        arguments += ["--budget", "0.1"] if is_quick else []  # argparse uses the last one
+        arguments += ["--budget", "0.1"] if is_quick else []  # argparse uses the last of several --budget
         return script(name, limit_s, "run.py", case, *arguments)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:

@@ -129,7 +129,7 @@ def system_1(prompt: str) -> str:
 def system_2(text: str) -> str:
     """Return the next search along the question's facts, or an answer."""
     chain, entity = _ASKED.findall(text)[0]
-    # The first part is its instructions.
+    # The first match is in the prompt's instructions.
     responses = "".join(re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:])
     facts = {(relation, name): value for relation, name, value in _FACT.findall(responses)}
     for relation in reversed(re.findall(r"the (\w+)", chain)):

@@ -455,7 +455,8 @@ def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completio
     # Split into runs that are sampled or not sampled as a whole.
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)
     ended = [own[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
-    first = max((place for place, has in enumerate(ended, 1) if has), default=0)  # only the text after the last ended turn matters
+    # Only runs after the last ended turn matter.
+    first = max((place for place, has in enumerate(ended, 1) if has), default=0)
     last, has_ended = "", first > 0
     for run in runs[first:]:
         words = renderer.decode(ids[run])

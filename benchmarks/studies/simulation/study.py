@@ -46,7 +46,7 @@ SENSITIVITIES = Grid(
 """More segments, rollout.overlap, and one axis at a time, for four times the work."""
 
 FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
-"""The sensitivities with 4,096 problems too, which doubles the time."""
+"""SENSITIVITIES with one more number of problems, 4,096, which doubles the time."""
 
 
 def scaled_grid(grid: Grid, divisor: int) -> Grid:
