@@ -139,7 +139,7 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
-    """Trains a dense model. The gradient norms are compared before anything is printed."""
+    """Train a dense model with ours and the reference in turns. Gradient norms are compared before anything is printed."""
     # Imported here: it takes a second, which other tests need not spend.
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -146,7 +146,7 @@ def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkey
 
 @pytest.mark.slow
 def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
-    """Training uses its own process groups, since the file in which vLLM's met is gone."""
+    """Training creates its own process groups: the file at which vLLM's processes met is gone."""
     if torch.distributed.is_initialized():
         pytest.skip("another test's process groups stand")
     options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)

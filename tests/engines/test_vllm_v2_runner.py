@@ -60,7 +60,7 @@ def pretend_triton_for_cpus() -> None:
 
     def ahead(config: Any) -> None:
         settle(config)
-        config.scheduler_config.async_scheduling = True  # as on GPUs; "not required on CPU"
+        config.scheduler_config.async_scheduling = True  # as on GPUs; the check above switches it off on a CPU
 
     CpuPlatform.check_and_update_config = staticmethod(ahead)  # type: ignore[method-assign, assignment]
     # vLLM's kernel for top_k and top_p is too much for the interpreter; this is its other implementation.
@@ -214,7 +214,7 @@ def test_what_is_given_up_comes_back_as_far_as_it_got(told: dict[str, Any]) -> N
 
 
 def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], checkpoint: Any, judge: Any) -> None:
-    """Requests were aborted during a step, and no prefix of the old weights is left."""
+    """The update comes after requests that were aborted during a step; prefixes of the old weights are dropped."""
     changed = perturbed(tensors_of(checkpoint("qwen3_moe")), "self_attn")
     asks, results = told["changed"]
     whole = [joined(*pair) for pair in zip(asks, results, strict=True)]
@@ -226,7 +226,7 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 
 
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str, Any], judge: Any) -> None:
-    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens come as often as this distribution
+    """Log-probs and kept tokens are those of the sampled distribution. A guessed token is accepted as often as its probability
     says."""
     assert told["drafts_by"] == "ngram_gpu" and told["drafts_async"]
     model = judge.model(told["cycle"], None)

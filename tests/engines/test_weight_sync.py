@@ -253,7 +253,7 @@ def test_changes_alone_give_the_same_weights_in_fewer_bytes(desk: Desk) -> None:
         report = desk.publish()
         assert report.changed_share == num_changed / desk.num_numbers
         assert report.metrics["sync/changed_share"] == report.changed_share
-        expected = num_changed * (desk.dtype.itemsize + 2)  # and 4 bytes for each 16 KiB bucket
+        expected = num_changed * (desk.dtype.itemsize + 2)  # bytes of the changes; each 16 KiB bucket adds 4
         assert expected < report.num_bytes < expected + 0.01 * whole
     num_changed = desk.change(1.0)
     report = desk.publish()

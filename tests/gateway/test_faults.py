@@ -127,7 +127,7 @@ def test_a_worker_without_requests_is_ended_with_its_last_output(
 
 
 def test_a_lost_worker_that_returns_may_replay_its_session(model: Path, tmp_path: Path) -> None:
-    """The play that it began before the loss ends later, and does not end the current one."""
+    """The worker's first play of the session ends later, and does not end the second one."""
     text = f"""
     import pathlib, time
 

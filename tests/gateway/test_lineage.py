@@ -132,7 +132,7 @@ def test_without_one_caller_that_fits_there_is_none() -> None:
 
 
 def test_a_caller_makes_no_call_while_its_sub_agent_does() -> None:
-    """The first sub-agent was answered before the second one began, but goes on beside it."""
+    """The first sub-agent, answered before the second one began, continues beside it, so it is not the second one's caller."""
     session = Session()
     main, one = session.one("main", 1), session.one("one", 2)
     other = session.one("other", 3)

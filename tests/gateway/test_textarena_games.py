@@ -54,9 +54,8 @@ def test_two_agents_play_each_other_and_have_own_rewards(tmp_path: Path) -> None
     first, second = players.heard["nought"], players.heard["cross"]
     assert next(text for text in first if text != "its move").startswith("You are Player 0 in Tic Tac Toe.")
     assert first.count("its move") == 2 and not any("[Player 0] " in text for text in first)
-    assert (
-        "[Player 0] [4]" in second[0] and "invalid move" in second[2]
-    )  # the brackets of 4 are added, the cell is taken
+    # Brackets are added to the move 4; the move is invalid because its cell is taken.
+    assert "[Player 0] [4]" in second[0] and "invalid move" in second[2]
     assert "[Player 0] [1]" in second[4] and "You are Player 1" not in second[4]  # rules are shown once
 
 

@@ -132,7 +132,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     assert done.returncode == 0 and "removing the cuda set" in done.stdout, done.stderr
     clone.assert_holds("cpu")
     clone.has_gpu(True)
-    assert clone.make("install", device="").returncode == 0  # nothing is requested any more: as for this machine
+    assert clone.make("install", device="").returncode == 0  # without a request, the set for this machine is installed
     clone.assert_holds("cuda")
 
 
@@ -140,7 +140,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
 def test_a_wrong_torch_build_is_an_error_and_is_tried_again(clone: Clone) -> None:
     assert clone.make("install", device="cpu").returncode == 0
     (clone.wheels / "torch-2.13.0-py3-none-any.whl").unlink()
-    done = clone.make("install", device="cuda")  # 2.13.0+cpu alone does not satisfy it
+    done = clone.make("install", device="cuda")  # the only wheel left, 2.13.0+cpu, does not satisfy this request
     assert done.returncode == 2 and "torch!=2.13.0+cpu,==2.13.0" in done.stderr
     wheel(clone.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "12.6")})
     for device in ("cuda", "cuda"):

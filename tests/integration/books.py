@@ -130,7 +130,7 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
     there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
     open_sessions = [each for i in books.instances.values() for each in i.episodes.values() if each.open_calls]
-    there |= {session.rollout_id for session in open_sessions}  # they are played from their beginning
+    there |= {session.rollout_id for session in open_sessions}  # open sessions are played again from their beginning
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
 

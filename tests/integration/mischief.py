@@ -59,5 +59,6 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
 
 
 def _note(book: Path, line: str) -> None:
-    with open(book, "ab", buffering=0) as file:  # complete lines, whatever else writes or is killed
+    # Unbuffered appends: lines stay complete, whatever else writes or is killed.
+    with open(book, "ab", buffering=0) as file:
         file.write(f"{line}\n".encode())

@@ -55,7 +55,8 @@ def sevens(folder: Path, number: int = 40, *, name: str = "train.jsonl", answer:
 def started_with(variable: str, value: str) -> list[psutil.Process]:
     """Yield the other processes whose environment has this variable, which children inherit, with name and cmdline in `info`."""
     every = psutil.process_iter(["name", "cmdline", "environ"])
-    alive = [each for each in every if each.info["cmdline"] is not None]  # None: it ended before or during the read
+    # None: the process ended before or during the read.
+    alive = [each for each in every if each.info["cmdline"] is not None]
     return [each for each in alive if (each.info["environ"] or {}).get(variable) == value and each.pid != os.getpid()]
 
 

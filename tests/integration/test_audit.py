@@ -117,7 +117,7 @@ def test_two_contents_of_one_version_fail(clean: RunDirectory, tmp_path: Path) -
     run = RunDirectory(shutil.copytree(clean.path, tmp_path / "run"))
     first, line, *others = run.publishes.read_text().splitlines()
     digest = line.partition('"digest":"')[2][:16]
-    again = line.replace(digest, "0" * 16)  # as an engine's wake would publish it
+    again = line.replace(digest, "0" * 16)  # the same version again with another digest
     run.publishes.write_text("\n".join([first, line, again, *others, ""]))
     assert failing(audit(run)) == ["versions"]
 

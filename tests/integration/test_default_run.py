@@ -153,7 +153,7 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     directory = runner.folder / "stopped"
     latest, metrics = directory / "checkpoints" / "latest", directory / "metrics.jsonl"
     deadline = time.monotonic() + 900
-    finds_raylet = False  # this process could be left behind
+    finds_raylet = False  # the raylet is a process that could be left behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
         finds_raylet = finds_raylet or any("raylet" in each.info["name"] for each in left_behind())

@@ -92,7 +92,7 @@ def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
 
 
 def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
-    """Torch's setting is global in the process, so it must not change even during a product."""
+    """PyTorch's precision setting is global in the process, so an op must not change it, not even during a product."""
     seen = []
 
     def settings():

@@ -77,7 +77,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     group, width = dist.group.WORLD, VOCAB // world
-    patch = pytest.MonkeyPatch()  # for the life of this process
+    patch = pytest.MonkeyPatch()  # never undone: the process ends after these cases
     chunks_of(CHUNK, patch)
     use_device_chunks(CHUNK, patch, width)
     found = []

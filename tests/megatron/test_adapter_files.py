@@ -67,7 +67,7 @@ def changed(folder: Path, **settings: Any) -> Path:
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva", "converted PiSSA"])
 def test_initialisations_that_keep_the_base_are_started(init: bool | str, model: Path, tmp_path: Path) -> None:
-    """PEFT and the learner compute the same log-probs. A converted PiSSA adapter has twice the rank."""
+    """PEFT and the learner compute the same log-probs from the start. A converted PiSSA adapter has twice the rank."""
     import peft
 
     start = AdapterConfig(rank=4, alpha=8, start=str(tmp_path / "a"))

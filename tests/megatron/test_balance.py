@@ -24,10 +24,8 @@ from marsrl.trainer.report.step_metrics import step_metrics
 COEFFICIENT = 0.05
 SAMPLES = 16
 ROUTERS = {f"decoder.layers.{i}.mlp.router.weight": f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
-NAMES = {
-    **ROUTERS,
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-}  # layers below have a gradient, too
+# The embedding is below the routers, whose loss gives it a gradient too.
+NAMES = {**ROUTERS, "embedding.word_embeddings.weight": "model.embed_tokens.weight"}
 
 
 def samples_of_equal_worth() -> list[TrainSequence]:
@@ -38,7 +36,7 @@ def samples_of_equal_worth() -> list[TrainSequence]:
 def plain(folder: Path, samples: list[TrainSequence]) -> tuple[dict[str, Tensor], list[float]]:
     """Compute by definition in float64: gradients by name; [the loss without its coefficient, largest load, smallest load]."""
     model, inputs = tiny.scoring_model(folder).double(), dict[Any, list[Tensor]]()
-    model.set_experts_implementation("eager")  # the grouped one has no float64
+    model.set_experts_implementation("eager")  # transformers' grouped experts do not support float64
     for layer in model.model.layers:
         inputs[layer.mlp.gate] = []
         layer.mlp.gate.register_forward_hook(lambda gate, given, _: inputs[gate].append(given[0].flatten(0, -2)))

@@ -120,7 +120,7 @@ def test_ranks_read_only_their_shards_and_export_trained_weights(
 def test_a_run_goes_on_under_another_layout_as_under_its_own(
     reports: dict[str, Any], kind: str, before: str, after: str
 ) -> None:
-    """Includes the optimizer's weights, moments and step count. Bitwise if the layout is the same."""
+    """The optimizer's weights, moments and step count are restored too. With the same layout, results are bitwise equal."""
     unbroken, resumed = reports[f"{kind}/{before}"]["third"], reports[f"{kind}/{before} -> {after}"]
     if before == after:
         assert resumed == unbroken

@@ -84,7 +84,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any]) -> None:
-    """They do not pack, transpose, pad, or round to powers of two; routers, embedding and head are not quantised."""
+    """The kernels do not pack, transpose, pad, or round to powers of two; routers, embedding and head are not quantised."""
     layer = "model.layers.0"
     assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
         "model.embed_tokens": "UnquantizedEmbeddingMethod",

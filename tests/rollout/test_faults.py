@@ -107,7 +107,8 @@ def test_a_place_for_a_lost_engine_is_sought_every_5_seconds() -> None:
     assert pool.generation not in generations
     assert all(map(is_whole, served(pool, asks(9), "slots"))) and all(replicas.had)
     replicas.dead, replicas.places.free = {0, 1, 2, 3}, 0
-    with pytest.raises(RuntimeError, match="has no place"):  # the last one is waited for
+    # Without any engine, the pool waits for a place and then gives up.
+    with pytest.raises(RuntimeError, match="has no place"):
         served(pool, asks(9), "slots")
 
 
@@ -222,7 +223,7 @@ def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: i
 @pytest.mark.parametrize("fault", ["dead", "hung"])
 @pytest.mark.parametrize("when", ["drained", "updated", "scored"])
 def test_an_engine_lost_in_an_adapter_update_loses_no_request(when: str, fault: str) -> None:
-    """Requests of the other adapter are decoded again, and those of this one continue under its new version."""
+    """Requests of the other adapter are decoded again. Those of the updated adapter continue under its new version."""
     replicas = MortalReplicas(2, adapters=["a", "b"])
     pool = replicas.pool(slots=4)
     requests = of_adapters(asks(24), {"a": 0, "b": 0})
@@ -276,7 +277,7 @@ def test_an_engine_that_exceeds_the_request_deadline_is_lost(can_restart: bool) 
     replicas.now = 100.0
     pool.submit(asks(1), version=0)
     replicas.hung.add(0)
-    replicas.now = 109.6  # each of these takes 0.4 s
+    replicas.now = 109.6  # each call of collect takes 0.4 s
     assert pool.collect(0.0) == [] == replicas.restarts
     if can_restart:
         assert pool.collect(0.0) == [] and replicas.restarts == [0]
@@ -342,7 +343,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     assert_of_the_script(groups)
     for sample in (sample for group in groups for sample in group.samples):
         assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
-    if config.overlap == 0:  # then not even the order of training changes
+    if config.overlap == 0:  # without overlap, faults do not even change the order of training
         lucky = played(config, MortalReplicas(config.engines))
         assert encode(groups) == encode([group for batch in lucky.train(8) for group in batch])
 

@@ -74,7 +74,7 @@ def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     assert not stages.rebalancer.is_due  # one step is not enough
     stages.play(solver=3.0, verifier=3.0)
     stages.play(solver=9.0, verifier=3.0)
-    assert not stages.rebalancer.is_due  # occasional ones are not enough either
+    assert not stages.rebalancer.is_due  # two unequal steps are not enough if an equal one is between them
     assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
@@ -94,8 +94,8 @@ def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     assert [pool.engines for pool in stages.pools.values()] == [[0, 1], [0, 1]] and stages.rebalancer.take_moves() == 1
     assert not stages.pools["solver"].take_engine()  # no place is free
     assert stages.said[-1].endswith("an engine of verifier has moved to solver; engines now: solver 2, verifier 2")
-    stages.play(solver=3.0, verifier=3.0)  # each at the version of its new policy
+    stages.play(solver=3.0, verifier=3.0)  # the moved engine serves its new policy's current version
     assert all(stages.replicas["solver"].had) and not stages.rebalancer.is_due
     stages.play(solver=9.0, verifier=1.0)
     stages.play(solver=1.0, verifier=9.0)
-    assert not stages.rebalancer.is_due  # the way back is a separate move
+    assert not stages.rebalancer.is_due  # after a move, loads are measured anew

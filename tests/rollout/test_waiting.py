@@ -164,7 +164,7 @@ def is_right(sample: Sample) -> bool:
     [
         {"pipeline": "agentic"},
         {"overlap": 2, "pipeline": "trajectory"},
-        {"segments": 40},  # 5 tokens a stage: marks are split
+        {"segments": 40},  # a segment has 5 tokens, so marks are split
         {"overlap": 1},
         {"overlap": 1, "segments": 40},
     ],
@@ -173,7 +173,7 @@ def is_right(sample: Sample) -> bool:
 def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
     options: dict[str, object],
 ) -> None:
-    """It continues after a tool's output, an agent's output and the next turn's messages."""
+    """A sample continues after a tool's output, an agent's output and the next turn's messages."""
     config, lives = config_of(prompts_per_step=1, **options), random.Random(0)
     known = RolloutState({})
     trained: Counter[str] = Counter()
@@ -239,11 +239,13 @@ def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, fini
     ("prompt", "runs", "turn", "in_thought"),
     [
         ("<think>", ["ab"], "ab", True),
-        ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # a pause in the middle of a thought
+        ("", ["<think>a", "[x]", "b</think>c"], "b</think>c", True),  # the sample pauses in the middle of a thought
         ("<think>", ["a", "[</think>]", "b"], "b", True),  # a foreign text ends no thought
-        ("", ["a", "[<think>]", "b"], "b", False),  # and opens none
-        ("<think>", ["a</think>b\x01", "|next\n<think>\n", "c"], "c", True),  # the next turn begins as the messages say
-        ("<think>", ["a\x01", "|next\n", "c"], "c", False),  # a turn that ended within its thought
+        ("", ["a", "[<think>]", "b"], "b", False),  # a foreign text opens no thought
+        # The next turn's messages end with an open thought.
+        ("<think>", ["a</think>b\x01", "|next\n<think>\n", "c"], "c", True),
+        # The last turn ended within its thought; the next one does not begin in it.
+        ("<think>", ["a\x01", "|next\n", "c"], "c", False),
         ("", ["a", "[x]"], "", False),
     ],
 )

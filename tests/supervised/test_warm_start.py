@@ -111,7 +111,8 @@ def test_other_settings_take_no_ready_made_start(word: str) -> None:
 @pytest.mark.usefixtures("ready")
 def test_ready_false_looks_into_the_cache_alone() -> None:
     config = read_config(None, ["warm_start.ready=false"])[0]
-    assert recipe_of(config) == recipe_of(read_config(None, [])[0])  # independent of how it is taught
+    # The recipe, by which the cache is named, does not depend on `ready`.
+    assert recipe_of(config) == recipe_of(read_config(None, [])[0])
     folder = cache_directory() / name_of(recipe_of(config))
     folder.mkdir(parents=True)
     (folder / "recipe.json").touch()
@@ -119,7 +120,7 @@ def test_ready_false_looks_into_the_cache_alone() -> None:
 
 
 def test_lessons_change_only_with_the_recipe_s_number() -> None:
-    """Whoever changes them increments RECIPE, makes the ready-made start again and updates the digests here."""
+    """If you change lessons: increment RECIPE, make the ready-made start again, and update the digests here."""
     digests = []
     for words in ([], ["preset=cpu_search_team"], ["preset=cpu_dual_system"]):
         config = read_config(None, words)[0]
@@ -142,7 +143,7 @@ def test_another_processor_or_torch_has_its_own_cached_start(monkeypatch: pytest
 
 
 def test_the_ready_made_start_is_what_would_be_made_now(tmp_path: Path) -> None:
-    """After a change of its settings, tokenizer or shape, make it again as docs/cpu_default.md says."""
+    """If this fails after a change of settings, tokenizer or shape, make the start again as docs/cpu_default.md says."""
     recipe = recipe_of(read_config(None, [])[0])
     assert json.loads((READY / "recipe.json").read_bytes()) == recipe
     fresh = init_model("cpu_default", ChainTutor.tokenizer, tmp_path / "model", seed=0)

@@ -195,7 +195,7 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
         ("", "", True, 1.0),
         ("!", "!", True, 1.0),
         ("", "dog", False, 0.0),
-        ("the big red dog", "red dog", False, 0.8),  # 2 of 3 words, all 2
+        ("the big red dog", "red dog", False, 0.8),  # F1 of precision 2/3 and recall 1
         ("red red", "red dog", False, 0.5),  # a word counts as often as it occurs
     ],
 )
@@ -219,7 +219,8 @@ def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
 @pytest.mark.parametrize("answers", [["x"], ["x", "y"], ["[x"], ['["a"]'], ["[1]", "é\n"], ["[" * 10_000]])
 def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
     assert right_answers(reference(answers)) == answers
-    for written in ("[", "[1]", "[]", "[" * 100_000, "plain"):  # by a user: one answer, unless it is a list of texts
+    # Written by a user: one answer, because it is not a JSON list of texts.
+    for written in ("[", "[1]", "[]", "[" * 100_000, "plain"):
         assert right_answers(written) == [written]
 
 

@@ -84,7 +84,8 @@ def test_a_page_is_its_main_text_fetched_once_without_a_proxy() -> None:
         assert second == f"Page 2({url}/b) error: it is not text: content type 'image/png'" and SENTENCE in third
         assert visit(pool, f"{url}/a").text == first and not both.is_error
         counts = {name.removeprefix("tools/"): value for name, value in pool.take_counts().items()}
-    assert [each["path"] for each in server.headers].count("/a") == 2  # requested by itself, and through /c
+    # /a was requested directly, and as the target of /c.
+    assert [each["path"] for each in server.headers].count("/a") == 2
     assert not any("Cookie" in each for each in server.headers)
     assert {counts[f"visit/{name}"] for name in ("calls", "errors")} == {2, 0} and counts["visit/parts"] == 4
     assert counts["pages/calls"] == 4 and counts["pages/cached"] == 1 and counts["pages/errors"] == 1

@@ -69,7 +69,7 @@ SHARED = {"solver": AgentConfig(), "verifier1": AgentConfig()}
 def test_the_published_baseline_counts_each_trajectory_once(
     normalise: Any, std: Any, right: float, wrong: float
 ) -> None:
-    """Dr. MAS's math team: 6 solutions approved after 2 calls each; 2 rejected and solved again, 3 calls each."""
+    """Dr. MAS's math team: 6 trajectories of 2 calls, whose solution was approved, and 2 of 3 calls, which solved again."""
     groups = trajectories(*[[1, 1]] * 6, *[[0, 0, 0]] * 2)
     found = credit(groups, CreditConfig(normalise=normalise, std=std), SHARED).advantages
     assert len(found) == 6 * 2 + 2 * 3
@@ -383,7 +383,8 @@ def test_a_teacher_changes_only_sampled_tokens() -> None:
 
 
 def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
-    """Otherwise a token would lower its own advantage. A sample that cannot be compared affects no other."""
+    """With its own sample in the mean, a token would lower its own advantage. A sample that cannot be compared affects no
+    other."""
     agents = {name: AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big")) for name in ("solver", "verifier1")}
     student = np.full(3, -1, np.float32)
     groups = [

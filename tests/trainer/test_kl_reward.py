@@ -29,7 +29,7 @@ def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
 
 
 def test_a_penalty_is_compared_with_the_agents_other_samples() -> None:
-    """Uses two batches. The untrained token is in no mean; the second agent has only one sample."""
+    """The samples are in two batches. The untrained token is in no mean; the second agent has only one sample."""
     log_ratio, trained = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0]), torch.tensor([True, True, False, True, True])
     first = KlToGo.of(log_ratio, trained, torch.tensor([0, 2, 5]), torch.tensor([0, 1]))
     second = KlToGo.of(torch.tensor([7.0]), torch.tensor([True]), torch.tensor([0, 1, 1]), torch.tensor([0, 0]))

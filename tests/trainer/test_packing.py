@@ -197,7 +197,7 @@ def test_mini_batches_share_what_is_counted() -> None:
 @pytest.mark.parametrize("denominator", ["all", "agent"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum_constant"])
 def test_denominators_are_those_of_the_formula(aggregation: str, denominator: str) -> None:
-    """Compares each token's factor with the definition over lists; groups without spread count, missing rewards do not."""
+    """Compare each token's factor with the definition. Groups without spread count; samples without a reward do not."""
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig()}
     groups = [
         group("0", [1, 0], tokens=4),

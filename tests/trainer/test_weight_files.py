@@ -20,7 +20,7 @@ def in_a_child(work: Callable[..., object], *words: Any) -> Any:
 
 
 def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
-    """The process is killed at its first step with the file system, the second, ..., until there are no more."""
+    """A process is killed at its n-th call to the file system, for n = 1, 2, ... until it makes fewer calls."""
 
     def make(last: int) -> None:
         steps = 0
