@@ -298,7 +298,7 @@ def test_the_next_turn_equals_the_chat_between_completions(kind: str, renderer: 
         assert turn == whole[-len(turn) :]
     else:
         assert [*prompt, *completion, *turn] == whole
-    assert turn.count(renderer.eos_id) == (kind in ("bytes", "llama"))  # the only end token is the new turn's
+    assert turn.count(renderer.eos_id) == (kind in ("bytes", "llama"))  # no end token except that of the new turn
 
 
 @pytest.mark.parametrize("text", ["the sum is 7  and no more", "☃ is 7", "7"])

@@ -162,7 +162,7 @@ def test_a_lone_surrogate_in_a_content_is_refused(content: str, named: tuple[str
 def test_a_template_that_is_not_understood_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its prompts stay complete and safe; prompts without control words stay unchanged."""
+    """Prompts by such a template stay complete and safe; those without control words stay unchanged."""
     looks = "{% set close = '</think>' %}{% for turn in messages %}{{ turn.content.split(close)[-1] }}<|im_end|>{% endfor %}"
     renderer = renderer_of(looks, tmp_path)
     renderer.render([ASK])

@@ -121,7 +121,7 @@ def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
 
 
 def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
-    """Train such a run to its end."""
+    """Open a run as `opened` does, and train it to its end."""
     with opened(folder, words) as run:
         train(run)
         return run.directory

@@ -61,8 +61,9 @@ def forced(implementation: str) -> Iterator[None]:
 
 
 def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
-    """Return a case with logits of a few units at any size. A third of the rows are sure of their target, one in the last
-    column.
+    """Return a case with logits of a few units at any size.
+
+    A third of the rows give their target nearly all probability, one of them in the last column.
     """
     hidden = torch.randn(num_tokens, size, device=device)
     weight = torch.randn(vocab, size, device=device) * (0.5 * (16 / size) ** 0.5)

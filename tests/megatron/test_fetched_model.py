@@ -78,7 +78,10 @@ def field(value: Any) -> bytes:
 
 
 def quantised(sizes: tuple[int, ...], kind: int, rng: np.random.Generator) -> tuple[bytes, list[float]]:
-    """Return (random blocks, their numbers): 32 of a scale and integer steps, in Q4_1 above the minimum."""
+    """Return (random GGUF blocks, the numbers in them).
+
+    A block has 32 numbers, each an integer multiple of the block's scale; Q4_1 adds the block's minimum.
+    """
     content, numbers = b"", list[float]()
     for _ in range(int(np.prod(sizes)) // 32):
         scale = float(np.float16(rng.uniform(0.005, 0.01)))

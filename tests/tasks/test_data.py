@@ -326,7 +326,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
 def test_files_are_drawn_by_weight_without_early_repetition(files: list[Path]) -> None:
     mixture = read_train(listed(files, weight=(1.0, 3.0)), read, 0).problems
     drawn = [problem.id for problem in map(draw_endlessly(mixture, 5), range(2000))]
-    assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
+    assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # mean 1500, standard deviation 19
     for place, size in (("0/", 30), ("1/", 10)):
         own = [id for id in drawn if id.startswith(place)]
         assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))

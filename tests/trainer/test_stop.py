@@ -73,7 +73,7 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
 
 
 def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
-    """Return each of two ranks' results. limit_s: time limit of a meeting; none: the ranks stand by."""
+    """Return each of two ranks' results. limit_s: time limit of a meeting; 0: run stand_by instead."""
     dist.init_process_group("gloo")  # no short timeout: a busy machine may be slow
     told = meet(limit_s, late_s) if limit_s else stand_by()
     both = [each.decode().split("\n") for each in gather_bytes("\n".join(told).encode())]
