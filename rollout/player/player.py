@@ -274,7 +274,10 @@ class Player:
         self.versions, self.is_resting = dict(versions), False
 
     def close(self, ask: OpenAsk) -> None:
-        """End an ask with its finished samples and open its successors; only at rest if some are unfinished."""
+        """End an ask with its finished samples and open its successors.
+
+        An ask with unfinished completions may be closed only while the player rests.
+        """
         for each in ask.completions:
             self._due.pop(each, None)
             self._judging.pop(each, None)

@@ -184,7 +184,7 @@ class ToolPool:
                 for run in (*lane.queue, *lane.running):
                     for future in run.futures:
                         future.cancel()
-                        future.set_running_or_notify_cancel()  # notifies those waiting for it
+                        future.set_running_or_notify_cancel()  # notifies threads that wait for the future
                     run.futures = []
                     if run.timer is not None:
                         run.timer.cancel()

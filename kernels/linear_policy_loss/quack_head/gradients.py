@@ -83,7 +83,8 @@ def quack_gradients(
 class Product:
     """First product of a chunk's rows, rounded up to whole tiles.
 
-    exponentials [R, V] bfloat16; partial sums totals, weighted [R, tiles] and row_offsets of_rows [3, R], float32.
+    exponentials: [R, V] bfloat16. totals, weighted: [R, tiles] float32, partial sums of each tile. of_rows: [3, R] float32, from
+    row_offsets.
     """
 
     def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
