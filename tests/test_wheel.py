@@ -125,10 +125,8 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
         "evaluate={num_problems: 2, fixed_inputs: 2}",
     ]  # fmt: skip
     command = [sys.executable, "-c", COMMANDS, str(installed), *words]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(installed),
-    }  # before site-packages, which may have a checkout
+    # PYTHONPATH comes before site-packages, in which marsrl may be installed from a checkout.
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     shown = done.stdout

@@ -109,7 +109,7 @@ def test_only_answers_that_a_team_reads_can_be_missing(tmp_path: Path) -> None:
         (
             ({}, {}, ["no answer found"]),
             ({}, {"answer": "7"}, []),
-            ({}, {"reward": Reward(1.0, math.nan, {"readable": 1.0})}, []),  # a readable query
+            ({}, {"reward": Reward(1.0, math.nan, {"readable": 1.0})}, []),  # no answer, but a query that could be read
             ({}, {"finish": Finish.ERROR}, ["error"]),
             ({"external": {"function": "program.py:run"}}, {}, []),
         )

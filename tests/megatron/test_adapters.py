@@ -168,7 +168,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
 
 
 def test_an_adapter_shared_by_experts_can_start_once_split(tmp_path: Path) -> None:
-    """PEFT with transformers 5 writes such adapters."""
+    """PEFT with transformers 5 writes adapters whose experts share one pair; `marsrl export` splits it by expert."""
     import peft
 
     model, kind = tiny.save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"

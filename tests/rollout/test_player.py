@@ -116,9 +116,8 @@ def test_a_long_prompt_is_counted_and_cut_if_configured(
     most = len(renderer.render([Message("user", "")])[0]) + 11
     for limit, opened, num_cut in ((most, [*read, "abcdefghijk", "a"], len(read)), (most - 11, [], 0)):
         stages = stages_of(["abcdefghijklmnopqr", "abcdefghijk", "a"], prompts_per_step=3)
-        solver = AgentConfig.model_validate(
-            {"max_input_tokens": limit, "prompt": "chain", **settings}
-        )  # the bare problem
+        # The prompt set `chain` sends the bare problem.
+        solver = AgentConfig.model_validate({"max_input_tokens": limit, "prompt": "chain", **settings})
         agents = {**stages.team.agents, "solver": solver}
         team = build_orchestration(stages.team.orchestration.name, agents, "math", rollout=stages.config)
         set_team(stages, replace(stages.team, agents=agents, renderers={"main": renderer}, orchestration=team))

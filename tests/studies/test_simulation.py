@@ -1,4 +1,4 @@
-"""Stages on the virtual clock."""
+"""Simulated stages (benchmarks/studies/simulation): time passes on a virtual clock."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["credit.train_agents=all"], "credit.train_agents", "all"),
         (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
         (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
-        # Refused only for trained agents.
+        # These settings are refused only for trained agents.
         (["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"], "mpt.scope", "batch"),
         (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
