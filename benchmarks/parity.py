@@ -282,7 +282,7 @@ def line_of(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """Return the differences that this file's docstring describes."""
+    """Return the differences of loss, gradient, and weights after SGD and AdamW steps."""
     out = {"loss": abs(found["loss"] - expected["loss"])}
     for name in ("gradient", "sgd", "adam"):
         if name in expected:

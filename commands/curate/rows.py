@@ -164,7 +164,7 @@ class CurationStopped(RuntimeError):
 
 
 class MissingShare:
-    """Counter of rows without a verdict. key: name of the setting with the largest share of such rows."""
+    """Counter of rows without a verdict. most: largest share of such rows; key: the setting that has it, for messages."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most

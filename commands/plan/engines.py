@@ -129,7 +129,7 @@ class Demand:
 
     @property
     def waiting(self) -> float:
-        """Iterations in which a stage waits for its longest completions: the longest part less the mean part.
+        """Iterations in which a stage waits for its longest completions: a stage's maximum minus a completion's mean part.
 
         With overlap, completions of the next stage fill the engines meanwhile.
         """
@@ -243,7 +243,10 @@ def _cut_bytes(setup: EngineSetup, touched: float) -> float:
 
 
 def _layer_numbers(setup: EngineSetup, touched: float = 1.0) -> float:
-    """Return how many numbers of the layers' matrices a GPU holds, experts' padding included. touched: share of the experts."""
+    """Return how many numbers of the layers' matrices a GPU holds, experts' padding included.
+
+    touched: share of the experts to count, for example those that a batch is routed to.
+    """
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
     padding = 1.0

@@ -86,8 +86,9 @@ def active_expert_elements(shape: ModelShape) -> int:
 def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements:
     """Count the parameters of a rank of pipeline stage `stage`. The vocabulary is padded to a multiple of TP.
 
-    dense = L/PP (cut / TP + whole) + [first stage] V H / TP + [last stage] (V H / TP + H); a tied model's last stage has
-    its own copy of the embedding where PP > 1.
+    dense = L/PP (cut / TP + whole) + [first stage] V H / TP + [last stage] (V H / TP + H). Tensor parallelism divides a
+    layer's `cut` parameters, and repeats the `whole` ones (norms, routers). With PP > 1 a tied model's last stage has its own
+    copy of the embedding.
     expert = L/PP experts / (EP ETP)
     """
     e = elements(shape)

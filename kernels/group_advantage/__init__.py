@@ -104,7 +104,7 @@ def _session_means(rewards: Tensor, session_of: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _pair(first: Tensor, second: Tensor) -> Tensor:
-    """Return [S] int64 in [0, S), equal where both ids are equal."""
+    """Return one id for each pair of ids, [S] int64 in [0, S)."""
     keys, order = (first.long() * first.numel() + second).sort()
     rank = torch.zeros_like(keys)
     rank[1:] = (keys[1:] != keys[:-1]).cumsum(0)

@@ -40,7 +40,7 @@ ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """Return the kernels if gradients are formed by tiles, that is from bfloat16 operands on the CPU, else None."""
+    """Return the kernels if they form gradients by tiles: on the CPU, from bfloat16 operands. Else return None."""
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)

@@ -159,8 +159,8 @@ class _Scratch:
         self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
         self._step = portion_size(weight.shape, rendezvous.max_elements)
         self._whole = whole_box(weight.shape)
-        self._begun: dict[int, Tensor] = {}  # scratch memory of incomplete portions, by first matrix
-        self._missing: dict[int, int] = {}  # number of elements that each portion still lacks, by first matrix
+        self._begun: dict[int, Tensor] = {}  # scratch memory of incomplete portions; key: a portion's first matrix
+        self._missing: dict[int, int] = {}  # number of elements that each portion still lacks; same keys
 
     def of(self, box: Box) -> Tensor:
         """Return the scratch memory into which a box of one portion will be written."""

@@ -348,7 +348,7 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 @pytest.mark.parametrize("who", WAITS)
 def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who: str) -> None:
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(WAITS[who](rendezvous))  # both sides have connected
+        waiting = thread.submit(WAITS[who](rendezvous))  # waits for data: both sides are connected
         assert not wait([waiting], timeout=0.5).done
         store = TransferStore(rendezvous)
         store.give_up("its process has died")

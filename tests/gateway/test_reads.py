@@ -76,7 +76,7 @@ def test_an_answer_thrown_away_does_not_earn_the_outcome(tmp_path: Path, superse
 
 
 def test_the_task_judges_the_last_answer_that_was_read(tmp_path: Path) -> None:
-    """The answers are 5, 6, 5 and 6, 5, 6; the second is discarded."""
+    """The sessions' answers are 5, 6, 5 and 6, 5, 6. Each program discards its second answer."""
     _, sessions = credit_of(tmp_path, AGAIN.replace("RETURNED", "None"))
     found = [[(s.answer, s.reward.correct) for s in samples] for samples in sessions.values()]
     assert found == [[("5", 1.0), ("5", 1.0)], [("6", 0.0), ("6", 0.0)]]

@@ -183,7 +183,9 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
     with pytest.raises(RuntimeError, match=rf"engine 0 is lost \(.*{reason}"):
         generate(parts.pool, asks, version=version)
         killer.join()
-        generate(parts.pool, asks, version=version)  # the first had ended before it was killed, on a slow machine
+        generate(
+            parts.pool, asks, version=version
+        )  # Needed if the first call ended before the kill, as on a slow machine.
     killer.join()
     end = time.monotonic() + 600
     while not all(_has_ended(worker) for worker in workers):

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
     """The results of direct_worker: the folder of what halves held, and its findings in each case."""
     folder = tmp_path_factory.mktemp("direct")
-    # 160: a rank's half of such a matrix is larger than a bucket in bfloat16 too.
+    # With 160, each rank's half of a matrix exceeds a bucket, in bfloat16 too.
     changes = {"qwen2": {"intermediate_size": 160}}
     kinds = {case[0] for case in CASES.values()}
     models = {kind: str(save_model(kind, folder / kind, **changes.get(kind, {}))) for kind in kinds}

@@ -177,7 +177,11 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
-    """Remove settings for choices other than the one made, if only layers below the layer that made the choice set them."""
+    """Remove settings of rejected choices.
+
+    A preset may choose one kind and set its options. If a later layer chooses another kind, the options of the first are removed
+    unless that layer, or one after it, also sets them.
+    """
     for choice, section, others in list(_of_other_choices(merged)):
         makers = [i for i, layer in enumerate(origin.layers) if choice in layer.places]
         settings = _section(merged, section)

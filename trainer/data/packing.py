@@ -163,7 +163,7 @@ def plan_micro_batches(
 
 
 def _cost(length: int) -> float:
-    """Return the relative cost of a sequence: linear layers plus causal attention (length^2; equal near 16k tokens)."""
+    """Return the relative cost of a sequence: linear layers plus causal attention, which cost the same near 16k tokens."""
     return length * (1.0 + length / 16384.0)
 
 

@@ -40,13 +40,13 @@ class KlToGo:
         return cls(values, sample_of, sums, agent_of)
 
     def totals(self, num_agents: int) -> Tensor:
-        """Return the sums over each agent's samples, [A, 2] float64."""
+        """Return, over each agent's samples, the sum of values and the number of trained tokens, [A, 2] float64."""
         return self.sums.new_zeros(num_agents, 2).index_add(0, self.agent_of, self.sums)
 
     def centred(self, totals: Tensor) -> Tensor:
         """Return values minus the mean over trained tokens of the agent's other samples, [T] float32; 0 for a single sample.
 
-        totals: [A, 2], summed over all batches.
+        totals: [A, 2], of all batches (`totals`).
         """
         total, number = (totals[self.agent_of] - self.sums).unbind(1)
         baseline = torch.where(number > 0.5, total / number.clamp(min=1), 0.0)

@@ -153,7 +153,7 @@ class EpisodeCost:
 
 
 def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost]]:
-    """Return the whole team's row, and a row for each part of it.
+    """Return the rows of the table of costs: the team's, and one for each part of it.
 
     Parts are agents in the order of play, the judge, tools, and the team's own metrics (in the column of calls).
     """

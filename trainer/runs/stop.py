@@ -85,9 +85,9 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record signals in the body, and after an error in it. Main thread only.
+        """Record signals during the body instead of raising KeyboardInterrupt. Main thread only.
 
-        Recording continues until handlers_restored, so that the duplicate of a Ctrl-C cannot disturb the exit.
+        After an error, recording continues until handlers_restored, so that the duplicate of a Ctrl-C cannot disturb the exit.
         """
         before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
         yield
