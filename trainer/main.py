@@ -35,7 +35,7 @@ from marsrl.trainer.visible import log_visibly, visible  # noqa: E402
 EXAMPLES = """examples:
   torchrun trainer/main.py
   torchrun trainer/main.py task=math policies.main.model=/models/Qwen3-0.6B data.train=problems.jsonl
-  torchrun --nproc-per-node 4 trainer/main.py --config configs/qwen3_8b.yaml \\
+  torchrun --nproc-per-node 3 trainer/main.py --config configs/qwen3_8b.yaml \\
     policies.main.model=/models/Qwen3-8B data.train=problems.jsonl
   python trainer/main.py --dry-run rollout.group_size=16
 installed, without a checkout: python -m marsrl.trainer.main, torchrun -m marsrl.trainer.main

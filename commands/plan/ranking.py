@@ -141,8 +141,8 @@ def splits(
 ) -> list[Split]:
     """Return the fastest split for each engine setup of a single policy, sorted by step time.
 
-    Engine setups vary the GPUs per engine and the KV cache's dtype (the policy's or FP8). With several nodes, whole nodes train;
-    with more than 128 GPUs, multiples of a sixteenth of them.
+    Engine setups vary the GPUs per engine and the KV cache's dtype (the policy's, or FP8 where the model allows it). With several
+    nodes, whole nodes train; with more than 128 GPUs, multiples of a sixteenth of them.
     """
     backend = now.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)
@@ -174,8 +174,12 @@ def splits(
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Yield the engine setups whose tensor parallelism can split the model, also with an FP8 cache for a bfloat16 model."""
-    caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
+    """Yield the engine setups whose tensor parallelism can split the model, also with an FP8 cache for a bfloat16 model.
+
+    Biases of Qwen2 and Qwen2.5 make keys too large for FP8 without scales, and the text becomes nonsense (TensorRT-LLM#4218).
+    """
+    has_other = now.dtype == "bfloat16" and not now.shape.has_qkv_bias
+    caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if has_other else (now.kv_cache,)
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
         spreads = now.spreads_experts and tensor > 1

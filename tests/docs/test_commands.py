@@ -25,6 +25,7 @@ from pyarrow import Table
 from pyarrow.parquet import write_table
 
 from marsrl.commands import cli
+from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.tools.config import HttpSearch
 from marsrl.rollout.tools.servers import Retrieval
 from marsrl.trainer.config.explain import as_yaml
@@ -126,9 +127,10 @@ def test_a_config_block_passes_its_checks(
     desk.write_problems(text)
     written = yaml.safe_load(text)
     os.environ |= {"SERPAPI_API_KEY": "key", "JUDGE_KEY": "key"}
-    if read_config(written.pop("preset", None))[0].run.device == "cuda":
-        os.environ["WORLD_SIZE"] = "4"
-        os.environ["LOCAL_WORLD_SIZE"] = "4"
+    preset, _ = read_config(written.pop("preset", None))
+    if preset.run.device == "cuda":
+        ranks = 8 - num_engine_gpus(tuple(preset.served_rollouts.values()))
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
         pretend_gpus(monkeypatch)
     config, _ = dry_run(["trainer/main.py", "--config", "block.yaml"], capsys)
     assert holds(written, config)

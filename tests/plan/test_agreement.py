@@ -105,11 +105,13 @@ def megatron_takes(config: RunConfig) -> bool:
     num_gpus=st.sampled_from([8, 8, 8, 5, 16]),
     gpu_name=st.sampled_from(["h100-80g", "a100-40g"]),
 )
-@example("qwen3_8b", [("policies.main.layout.context", 2), ("loss.ratio", "sequence")], 8, "h100-80g")
+@example("qwen3_8b", [("policies.main.layout", {"context": 3}), ("loss.ratio", "sequence")], 8, "h100-80g")
 @example("qwen3_30b_a3b_8xh100", [("policies.main.optimizer.offload", "false")], 8, "h100-80g")
 @example("qwen3_8b", [], 16, "a100-40g")
 @example("qwen3_8b", [("policies.main.recompute", "full_offload")], 8, "h100-80g")
-@example("qwen3_8b", [("rollout.ray_address", "auto"), ("rollout.engines", 8), ("sync.backend", "shm")], 16, "h100-80g")
+@example(
+    "qwen3_8b", [("rollout.ray_address", "auto"), ("rollout.engines", 13), ("sync.backend", "shm")], 16, "h100-80g"
+)
 @example("qwen3_8b", [("rollout.ray_address", "here"), ("sync.backend", "shm")], 8, "h100-80g")
 @example("qwen3_8b", [("rollout.vllm.kv_cache_mib", 1)], 8, "h100-80g")
 @example("single_gpu", [("rollout.vllm.kv_cache_mib", 4096)], 1, "h100-80g")
