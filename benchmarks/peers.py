@@ -70,11 +70,16 @@ def fused_peers(device: str) -> list[Peer | Missing]:
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
         "Liger grpo_loss (Triton)": (_liger_grpo_loss, True),
         "Liger fused linear CE, per token": (_liger_cross_entropy, True),
+        "Liger fused linear scaled CE": (_liger_scaled_cross_entropy, False),
         "cut-cross-entropy, per token": (_cut_cross_entropy, True),
         "QuACK chunked CE, mean": (_quack, True),
         "verl linear_cross_entropy": (_verl, True),
     }
     peers: list[Peer | Missing] = []
+    if importlib.util.find_spec("cutlass") is None:
+        packed = importlib.util.find_spec("nvidia_cutlass_dsl")
+        if packed is not None and packed.submodule_search_locations:  # Python reads no .pth file from PYTHONPATH
+            sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     for name, (make, needs_cuda) in makers.items():
         try:
             peer = make()
@@ -155,6 +160,25 @@ def _liger_cross_entropy() -> Peer:
     return LogprobPeer(name, lambda x, w, y: (-module(w, x, y).float(), None), NO_ENTROPY)
 
 
+def _liger_scaled_cross_entropy() -> Peer:
+    """Return Liger's head for RL, with temperature and entropy.
+
+    On Hopper a CuTe kernel, which needs nvidia-cutlass-dsl; on other devices PyTorch, 512 rows at a time.
+    """
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper:  # The function would import its kernel only when it is called.
+        importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90")
+
+    def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        call_options = {"temperature": 1.0, "return_entropy": True}
+        nll, entropy = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, **call_options)
+        return -nll, entropy
+
+    return LogprobPeer("Liger fused linear scaled CE", call, "" if is_hopper else "PyTorch in chunks")
+
+
 def _cut_cross_entropy() -> Peer:
     from cut_cross_entropy import linear_cross_entropy
 
@@ -166,10 +190,6 @@ def _cut_cross_entropy() -> Peer:
 
 def _quack() -> Peer:
     """Return QuACK's mean cross entropy. It computes no token weights, ratio or entropy, so it is cheaper by design."""
-    if importlib.util.find_spec("cutlass") is None:
-        packed = importlib.util.find_spec("nvidia_cutlass_dsl")
-        if packed is not None and packed.submodule_search_locations:  # Python reads no .pth file from PYTHONPATH
-            sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:

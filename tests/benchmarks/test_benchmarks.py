@@ -11,7 +11,7 @@ from scripts import BENCHMARKS, call
 
 sys.path.insert(0, str(BENCHMARKS))
 import run
-from case import Bench, Case, Judgement, Shape, Variant
+from case import Bench, Case, Judgement, Missing, Shape, Variant
 
 from marsrl.trainer.models.init_model import init_model
 
@@ -43,9 +43,21 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     (table,) = json.loads(file.read_text())["tables"]
     rows = {row["name"]: row for row in table["rows"]}
-    assert {"ours", "torch eager", "Liger fused linear GRPO"} <= rows.keys()
+    scaled = "Liger fused linear scaled CE, unmasked rows only"
+    assert {"ours", "torch eager", "Liger fused linear GRPO", scaled} <= rows.keys()
+    assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()  # of log-probs, entropy and gradients
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
+
+
+def test_liger_s_hopper_head_is_skipped_without_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    import peers
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    (scaled,) = (peer for peer in peers.fused_peers("cuda") if peer.name == "Liger fused linear scaled CE")
+    assert isinstance(scaled, Missing) and "cutlass" in scaled.reason
 
 
 @pytest.mark.slow
