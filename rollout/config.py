@@ -245,8 +245,11 @@ class VllmOptions(Settings):
     """engine: vLLM's sampler, one seed per request (on GPUs: Model Runner V2, async scheduling). marsrl: our sampler, whose
     draws repeat bitwise in any batch (on GPUs: Model Runner V1). auto: engine on GPUs, marsrl on CPUs"""
     draft_tokens: int = Field(0, ge=0, le=32)
-    """GPUs: tokens proposed at once by n-gram lookup of the last five tokens; the policy accepts or rejects them, which keeps
-    its distribution; 0: off (docs/weight_sync.md)"""
+    """GPUs: tokens proposed at once, by draft_model or n-gram lookup of the last five tokens; the policy accepts or rejects
+    them, which keeps its distribution; 0: off (docs/weight_sync.md)"""
+    draft_model: str | None = None
+    """folder of an EAGLE-3 draft for the policy's model: it proposes the draft_tokens, and is not trained
+    (docs/weight_sync.md)"""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the KV cache; auto: the engine's dtype. fp8 stores twice the tokens, but log-probs differ more from the
     trainer's: set loss.correction and watch train_rollout/"""
@@ -268,6 +271,15 @@ class VllmOptions(Settings):
             raise ValueError(
                 "rollout.vllm.expert_parallel=true needs several GPUs per engine, but rollout.vllm.tensor_parallel is 1; "
                 "raise it, or set expert_parallel=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_proposes_tokens(self) -> VllmOptions:
+        if self.draft_model is not None and not self.draft_tokens:
+            raise ValueError(
+                "rollout.vllm.draft_model is set, but rollout.vllm.draft_tokens is 0, so it would propose nothing; set "
+                "draft_tokens (3 is common), or remove draft_model"
             )
         return self
 

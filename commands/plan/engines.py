@@ -16,6 +16,7 @@ from marsrl.commands.plan.parameters import (
     num_pieces,
 )
 from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.engines.draft import DraftSize
 from marsrl.rollout.engines.vllm.arguments import slot_rank
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import FP8_BLOCK
@@ -32,6 +33,7 @@ class EngineSetup:
     spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
     adapters: trained adapters, each in its own slot. more_slots: number of slots for past adapters (league).
     transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
+    draft: the model that proposes draft tokens, counted whole on each GPU; None: no such model.
     """
 
     shape: ModelShape
@@ -48,6 +50,7 @@ class EngineSetup:
     more_slots: int = 0
     transfer_bytes: float = 0.0
     weights: Literal["auto", "fp8"] = "auto"
+    draft: DraftSize | None = None
 
     @property
     def experts_of_gpu(self) -> int:
@@ -169,10 +172,15 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     If an engine has more GPUs than KV heads, heads are copied.
     """
     weights = _weight_bytes(setup) + slot_bytes(setup)
+    if setup.draft is not None:
+        weights += setup.draft.num_bytes
     workspace, cache = hw.ENGINE_WORKSPACE.value, setup.cache_bytes
     if cache is None:
         cache = gpu.memory_bytes * setup.memory_share - weights - workspace
-    per_token = kv_bytes_per_token(setup.shape, setup.dtype if setup.kv_cache == "auto" else "fp8")
+    dtype = setup.dtype if setup.kv_cache == "auto" else "fp8"
+    per_token = kv_bytes_per_token(setup.shape, dtype)
+    if setup.draft is not None:
+        per_token += setup.draft.kv_numbers * (1 if dtype == "fp8" else SIZE[dtype])
     tokens = max(0, int(cache // (per_token / setup.kv_parts)))
     taken = weights + workspace + cache + setup.transfer_bytes
     return EngineMemory(

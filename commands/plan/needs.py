@@ -19,6 +19,7 @@ from marsrl.commands.plan.memory import SIZE, Training
 from marsrl.commands.plan.parameters import elements
 from marsrl.commands.plan.ranking import Job, Option, option
 from marsrl.commands.plan.speed import Work
+from marsrl.rollout.engines.draft import read_draft
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.checks.batch_plan import longest_sequence, samples_of_a_step
@@ -220,6 +221,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
         config.adapters_in(name),
         more_slots=len(config.past_adapters(name)),
         weights=vllm.quantization or "auto",
+        draft=read_draft(vllm.draft_model, shape) if vllm.draft_model else None,
     )
 
 

@@ -284,6 +284,10 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
         )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes only on trainer rank 0's GPU; the other GPUs wait")
+    if any(pool.vllm.draft_tokens for pool in config.served_rollouts.values()):
+        notes.append(
+            "rollout.vllm.draft_tokens: decoding is planned without drafts, since their gain depends on rollout/accepted_tokens"
+        )
     if config.rollout.rebalance:
         notes.append(f"planned for the initial split of the engines: {rebalance_outlook(config, has_gpus=True)}")
     return notes

@@ -110,6 +110,7 @@ class DecodeResult:
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
+    num_accepted: new tokens that drafts proposed (rollout.vllm.draft_tokens); None: the engine has no drafts.
     routed_experts: experts of the request's and the new tokens from experts_from on, except the last token, on which no log-prob
     depends; None if not requested, or nothing was decoded.
     kept_tokens: tokens kept by top_k and top_p at each new token's position; None if not requested.
@@ -124,6 +125,7 @@ class DecodeResult:
     finish: Finish
     version: int
     num_cached_tokens: int = 0
+    num_accepted: int | None = None
     error: str = ""
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None

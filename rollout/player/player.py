@@ -299,6 +299,8 @@ class Player:
             self.counts[total] += count
             self.counts[f"{of_agent}/{own}"] += count
         self.counts.update({f"{of_agent}/seconds": result.seconds})
+        if result.num_accepted is not None:
+            self.counts["rollout/accepted_tokens"] += result.num_accepted
         if result.kept_tokens is not None:
             self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
         elif len(result.token_ids) and request.sampling.records_kept:

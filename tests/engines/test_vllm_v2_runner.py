@@ -2,13 +2,14 @@
 process.
 
 vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That changes the process for
-good, so it has its own: `python test_vllm_v2_runner.py MODEL CHANGED CYCLE OUT`. CHANGED: a directory of new weights. CYCLE: a
-model whose tokens mostly come in one order, which an engine with draft tokens can guess. OUT: a pickle of what was decoded, by
-test name.
+good, so it has its own: `python test_vllm_v2_runner.py MODEL CHANGED CYCLE DRAFT OTHER OUT`. CHANGED: a directory of new weights.
+CYCLE: a model whose tokens mostly come in one order, which an engine with draft tokens can guess; DRAFT: an EAGLE-3 draft for it;
+OTHER: new weights of it. OUT: a pickle of what was decoded, by test name.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -69,16 +70,18 @@ def pretend_triton_for_cpus() -> None:
     )
 
 
-def start(model: Path, draft_tokens: int = 0) -> VllmEngine:
+RECORDS = Records(kept_tokens=True, experts=True)
+
+
+def start(model: Path, records: Records = RECORDS, **drafts: Any) -> VllmEngine:
     """Start an engine with a GPU's sampler. Users of a CPU have V1."""
-    options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", draft_tokens=draft_tokens)
-    records = Records(kept_tokens=True, experts=True)
+    options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", **drafts)
     return VllmEngine(spec_of(model, kind="vllm", vllm=options, records=records))
 
 
-def with_drafts(cycle: Path) -> dict[str, Any]:
-    """Return the results of an engine that guesses four tokens at once."""
-    served = start(cycle, draft_tokens=4)
+def with_drafts(cycle: Path, **drafts: Any) -> dict[str, Any]:
+    """Return the results of an engine that guesses several tokens at once."""
+    served = start(cycle, **drafts)
     config = served._llm.llm_engine.vllm_config
     found: dict[str, Any] = {
         "drafts_by": config.speculative_config.method,
@@ -101,7 +104,35 @@ def with_drafts(cycle: Path) -> dict[str, Any]:
     return found
 
 
-def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
+def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
+    """Return the results of an engine with a draft model: greedy tokens, and before and after new weights of the policy."""
+    served = start(cycle, Records(), draft_tokens=3, draft_model=str(draft))
+    runner = served._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    model, guesser = runner.get_model(), runner.get_draft_model()
+    greedy = [request(f"g{i}", prompt(9 + i, seed=i), 24, temperature=0.0) for i in range(3)]
+    found: dict[str, Any] = {"greedy_drafted": (greedy, decoded(served, greedy))}
+    found["shares"] = [guesser.model.embed_tokens is model.model.embed_tokens, guesser.lm_head is model.lm_head]
+    before = {name: parameter.clone() for name, parameter in guesser.named_parameters()}
+    found["draft_receipt"] = served.update_weights(WeightUpdate(str(other), 1))
+    found["moved"] = {name for name, tensor in guesser.named_parameters() if not torch.equal(tensor, before[name])}
+    many = [request(f"o{i}", prompt(9, seed=i), 24, seed=i, temperature=WARM) for i in range(4)]
+    found["other"] = many, decoded(served, many, version=1)
+    # As vLLM's level 2 does on a GPU: afterwards an update brings the policy's weights, and nothing the draft's.
+    served._ask_workers("marsrl_keep_draft")
+    for name, parameter in guesser.named_parameters():
+        if "embed_tokens" not in name:
+            parameter.data.zero_()
+    served._ask_workers("marsrl_restore_draft")
+    found["lost"] = {
+        name
+        for name, tensor in guesser.named_parameters()
+        if not torch.equal(tensor, before[name]) and "embed_tokens" not in name
+    }
+    served.close()
+    return found
+
+
+def main(model: Path, changed: Path, cycle: Path, draft: Path, other: Path, out: Path) -> None:
     pretend_triton_for_cpus()
     served = start(model)
     config = served._llm.llm_engine.vllm_config
@@ -129,7 +160,9 @@ def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
     (told["greedy"],) = decoded(served, [request("c", prompt(9), 3, temperature=0.0)], version=1)
     told["num_decoded"] = served.num_decoded()
     served.close()
-    told |= with_drafts(cycle)
+    told["ngram"] = with_drafts(cycle, draft_tokens=4)
+    told["eagle"] = with_drafts(cycle, draft_tokens=3, draft_model=str(draft))
+    told |= with_draft_model(cycle, draft, other)
     out.write_bytes(pickle.dumps(told))
 
 
@@ -145,13 +178,17 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     )  # saves the perturbed model beside the directory
     changed = directory.parent / (directory.name + "_changed")
     cycle = shutil.copytree(directory, out.parent / "cycle")
-    save_file(in_a_cycle(tensors_of(directory)), cycle / "model.safetensors", metadata={"format": "pt"})
-    command = [sys.executable, "-W", "ignore", __file__, directory, changed, cycle, out]
+    of_cycle = in_a_cycle(tensors_of(directory))
+    save_file(of_cycle, cycle / "model.safetensors", metadata={"format": "pt"})
+    draft, other = out.parent / "draft", shutil.copytree(cycle, out.parent / "other")
+    write_draft(draft, of_cycle)
+    save_file(perturbed(of_cycle, "embed_tokens"), other / "model.safetensors", metadata={"format": "pt"})
+    command = [sys.executable, "-W", "ignore", __file__, directory, changed, cycle, draft, other, out]
     done = subprocess.run(command, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = pickle.loads(out.read_bytes())
     assert found["runner"] and found["async"]  # as on GPUs
-    return found | {"cycle": cycle}
+    return found | {"cycle": cycle, "other_weights": perturbed(of_cycle, "embed_tokens")}
 
 
 def next_of(tokens: Any) -> Any:
@@ -167,6 +204,37 @@ def in_a_cycle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for token in range(9, 17):
         head[next_of(token)] += 0.87 * embedded[token] / embedded[token].norm()
     return changed | {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
+
+
+def write_draft(folder: Path, cycle: dict[str, torch.Tensor]) -> None:
+    """Write an EAGLE-3 draft for CYCLE, with a small vocabulary of its own, and with the policy's embedding.
+
+    Its layer adds nothing to its first input, the policy's embedding of the last token but one; its head has the token two
+    further on in the cycle.
+    """
+    vocab, hidden = cycle["model.embed_tokens.weight"].shape
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": hidden, "vocab_size": vocab,
+        "draft_vocab_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 96, "max_position_embeddings": 2048, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    head, embedded = torch.zeros(16, hidden), cycle["model.embed_tokens.weight"]
+    for token in range(10, 17):
+        head[next_of(next_of(np.array(token))) - 5] = embedded[token] / embedded[token].norm()
+    generator = torch.Generator().manual_seed(0)
+    sizes = {
+        "self_attn.q_proj": (64, 2 * hidden), "self_attn.k_proj": (32, 2 * hidden), "self_attn.v_proj": (32, 2 * hidden),
+        "mlp.gate_proj": (96, hidden), "mlp.up_proj": (96, hidden),
+    }  # fmt: skip
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    tensors = {f"midlayer.{name}.weight": torch.randn(*size, generator=generator) for name, size in sizes.items()}
+    tensors |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in norms} | {"norm.weight": torch.ones(hidden)}
+    tensors |= {"midlayer.self_attn.o_proj.weight": torch.zeros(hidden, 64), "lm_head.weight": head}
+    tensors |= {"midlayer.mlp.down_proj.weight": torch.zeros(hidden, 96), "fc.weight": torch.eye(hidden, 3 * hidden)}
+    tensors |= {"d2t": torch.full((16,), 5), "t2d": torch.zeros(vocab, dtype=torch.bool)}  # of tokens 5 to 20
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("name", ["cut", "whole", "on", "aborted"])
@@ -225,41 +293,72 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
         assert_drawn_from(model, ask, result)
 
 
-def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str, Any], judge: Any) -> None:
-    """Log-probs and kept tokens are those of the sampled distribution. A guessed token is accepted as often as its probability
-    says."""
-    assert told["drafts_by"] == "ngram_gpu" and told["drafts_async"]
-    model = judge.model(told["cycle"], None)
-    for ask, result in (*zip(*told["guessed_cut"], strict=True), *zip(*told["guessed"], strict=True)):
+@pytest.mark.parametrize(("drafts", "most_steps"), [("ngram", 10), ("eagle", 14)])
+def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
+    drafts: str, most_steps: int, told: dict[str, Any], judge: Any
+) -> None:
+    """Log-probs and kept tokens are those of the sampled distribution, and a guessed token is
+    accepted as often as its probability says."""
+    found, model = told[drafts], judge.model(told["cycle"], None)
+    assert found["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and found["drafts_async"]
+    for ask, result in (*zip(*found["guessed_cut"], strict=True), *zip(*found["guessed"], strict=True)):
         assert_drawn_from(model, ask, result)
-    assert told["num_steps"] <= 10  # for 24 tokens, where top_p leaves little but the guesses
+    assert found["num_steps"] <= most_steps  # for 24 tokens, where top_p leaves little but the guesses
+    assert all(24 - most_steps <= result.num_accepted < 24 for result in found["guessed_cut"][1])
+    assert min(accepted := [result.num_accepted for result in found["guessed"][1]]) >= 0 < sum(accepted)
     with torch.no_grad():
         right = (model(torch.arange(160)[:, None]).logits[:, 0] / WARM).softmax(-1).numpy()
-    asks, results = told["guessed"]
+    asks, results = found["guessed"]
     last = np.concatenate([joined(*pair)[len(pair[0].token_ids) - 1 : -1] for pair in zip(asks, results, strict=True)])
     expected = right[last, next_of(last)]
     assert 0.5 < expected.mean() < 0.95  # some drafts are rejected
-    found = np.concatenate([result.token_ids for result in results]) == next_of(last)
-    assert abs(found.sum() - expected.sum()) < 4 * np.sqrt((expected * (1 - expected)).sum())
+    hits = np.concatenate([result.token_ids for result in results]) == next_of(last)
+    assert abs(hits.sum() - expected.sum()) < 4 * np.sqrt((expected * (1 - expected)).sum())
 
 
-def test_experts_and_scores_with_drafts_match_our_engine(told: dict[str, Any], judge: Any) -> None:
-    assert_our_experts(told["cycle"], *told["guessed_cut"])
-    whole = [joined(*pair) for pair in zip(*told["guessed_cut"], strict=True)]
-    for score, right in zip(told["guessed_scores"], judge(told["cycle"], None, whole), strict=True):
+@pytest.mark.parametrize("drafts", ["ngram", "eagle"])
+def test_experts_and_scores_with_drafts_match_our_engine(drafts: str, told: dict[str, Any], judge: Any) -> None:
+    found = told[drafts]
+    assert_our_experts(told["cycle"], *found["guessed_cut"])
+    whole = [joined(*pair) for pair in zip(*found["guessed_cut"], strict=True)]
+    for score, right in zip(found["guessed_scores"], judge(told["cycle"], None, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
 
 
-def test_a_stop_text_inside_a_draft_ends_the_completion_there(told: dict[str, Any]) -> None:
-    for ask, result, whole in zip(*told["stopped"], told["guessed_cut"][1], strict=True):
+@pytest.mark.parametrize("drafts", ["ngram", "eagle"])
+def test_a_stop_text_inside_a_draft_ends_the_completion_there(drafts: str, told: dict[str, Any]) -> None:
+    found = told[drafts]
+    for ask, result, whole in zip(*found["stopped"], found["guessed_cut"][1], strict=True):
         n = len(result.token_ids)
         np.testing.assert_array_equal(result.token_ids, whole.token_ids[:n])
         assert result.finish is Finish.STOP and len(result.logprobs) == len(result.kept_tokens.counts) == n
         assert len(result.routed_experts) == len(ask.token_ids) + n - 1 - ask.experts_from
+        assert 0 <= result.num_accepted < n
         pairs = [
             tuple(joined(ask, result)[i : i + 2]) for i in range(len(ask.token_ids) - 1, len(ask.token_ids) + n - 1)
         ]
         assert pairs.index((13, 14)) == len(pairs) - 1
+
+
+def test_greedy_tokens_with_a_draft_model_are_the_policy_s(told: dict[str, Any], judge: Any) -> None:
+    model = judge.model(told["cycle"], None)
+    for ask, result in zip(*told["greedy_drafted"], strict=True):
+        with torch.no_grad():
+            best = model(torch.from_numpy(joined(ask, result)[:-1].astype(np.int64))[None]).logits[0].argmax(-1).numpy()
+        np.testing.assert_array_equal(result.token_ids, best[len(ask.token_ids) - 1 :])
+        assert result.num_accepted > 0
+
+
+def test_new_weights_reach_a_draft_only_where_it_shares_them(told: dict[str, Any], judge: Any) -> None:
+    """This draft has its own head, and the policy's embedding. The policy's new weights then decode, with the old draft."""
+    assert told["shares"] == [True, False] and told["moved"] == {"model.embed_tokens.weight"}
+    model = judge.model(told["cycle"], told["other_weights"])
+    for ask, result in zip(*told["other"], strict=True):
+        assert_drawn_from(model, ask, result)
+
+
+def test_a_draft_survives_a_sleep_that_drops_weights(told: dict[str, Any]) -> None:
+    assert told["lost"] == set()
 
 
 def test_a_greedy_request_is_refused_where_kept_tokens_are_told(told: dict[str, Any]) -> None:
@@ -267,4 +366,4 @@ def test_a_greedy_request_is_refused_where_kept_tokens_are_told(told: dict[str, 
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:5]))
+    main(*map(Path, sys.argv[1:7]))

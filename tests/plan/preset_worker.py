@@ -20,6 +20,11 @@ import torch
 
 num_gpus = 8
 
+DRAFT = {  # EAGLE-3 for Qwen3-30B-A3B
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 2048, "vocab_size": 151_936,
+    "draft_vocab_size": 32_000, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 12_288, "max_position_embeddings": 2048,
+}  # fmt: skip
 
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3", total_memory=80 << 30, multi_processor_count=132, major=9, minor=0
@@ -235,6 +240,9 @@ def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
 
 def variants(config: Any, folder: Path) -> dict[str, Any]:
     """Return engines of the preset with other options of vLLM, and R3."""
+    draft = folder / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(DRAFT))
     replays = config.trainer.model_copy(update={"router_replay": "rollout"})
     asked = {
         "marsrl": with_vllm(config, sampler="marsrl"),
@@ -242,6 +250,7 @@ def variants(config: Any, folder: Path) -> dict[str, Any]:
         "bfloat16_cache": with_vllm(config, kv_cache_dtype="auto"),
         "bfloat16": with_vllm(config, quantization=None),
         "drafts": with_vllm(config, draft_tokens=4),
+        "draft_model": with_vllm(config, draft_tokens=3, draft_model=str(draft)),
         "extra": with_vllm(config, extra={"max_num_batched_tokens": 12345}),
     }
     return {name: engine_config(each, folder) for name, each in asked.items()}

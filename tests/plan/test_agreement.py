@@ -114,6 +114,7 @@ def megatron_takes(config: RunConfig) -> bool:
 )
 @example("qwen3_8b", [("rollout.ray_address", "here"), ("sync.backend", "shm")], 8, "h100-80g")
 @example("qwen3_8b", [("rollout.vllm.kv_cache_mib", 1)], 8, "h100-80g")
+@example("qwen3_8b", [("rollout.vllm.draft_tokens", 3), ("rollout.vllm.draft_model", "/none")], 8, "h100-80g")
 @example("single_gpu", [("rollout.vllm.kv_cache_mib", 4096)], 1, "h100-80g")
 @example("qwen3_8b", [("sync.cpu_twin", "true")], 8, "h100-80g")
 def test_the_planner_and_the_dry_run_accept_the_same(

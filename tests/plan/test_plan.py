@@ -236,6 +236,26 @@ def test_fp8_weights_are_planned_as_the_config_has_them() -> None:
     assert policy.splits[0].step_s < 0.75 * plain.splits[0].step_s
 
 
+def test_a_draft_model_takes_memory_of_its_engines(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 4096,
+        "vocab_size": 151_936,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], **sizes}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(10_000))
+    with_draft = planned("qwen3_8b", 8, "rollout.vllm.draft_tokens=3", f"rollout.vllm.draft_model={tmp_path}")
+    (plain,), (policy,) = planned("qwen3_8b", 8).policies, with_draft.policies
+    assert policy.engine.weights - plain.engine.weights == 10_000
+    assert policy.engine.kv_bytes_per_token - plain.engine.kv_bytes_per_token == 2 * 32 * 128  # FP8
+    assert policy.engine.kv_tokens < plain.engine.kv_tokens
+    assert any("decoding is planned without drafts" in note for note in with_draft.notes)
+    with pytest.raises(ValueError, match="rollout.vllm.draft_model: /none has no config.json"):
+        planned("qwen3_8b", 8, "rollout.vllm.draft_tokens=3", "rollout.vllm.draft_model=/none")
+
+
 WIDE = ["rollout.engines=10", "rollout.vllm.tensor_parallel=4", "rollout.vllm.quantization=null"]
 
 

@@ -79,6 +79,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert found["bfloat16_cache"] == plain | {"kv_cache": "auto"} and plain["kv_cache"] == "fp8"
     assert found["bfloat16"] == plain | {"weights": None} and plain["weights"] == "fp8_per_block"
     assert found["drafts"] == plain | {"drafts": ["ngram_gpu", 4]} and plain["drafts"] is None and plain["async"]
+    assert found["draft_model"] == plain | {"drafts": ["eagle3", 3]}  # also with FP8 weights, and an FP8 cache
     assert found["extra"] == plain | {"batched": 12345} != plain
 
 

@@ -206,6 +206,17 @@ def test_trained_truncated_sampling_is_bounded_and_recorded() -> None:
         says(stages, second, 2)
 
 
+def test_tokens_that_drafts_proposed_are_counted() -> None:
+    stages = stages_of()
+    first, second, third = begun(stages)[0].completions
+    says(stages, first, 2)
+    assert "rollout/accepted_tokens" not in counts(stages)  # an engine without drafts
+    says(stages, second, 5, num_accepted=0)
+    assert counts(stages)["rollout/accepted_tokens"] == 0
+    says(stages, third, 5, num_accepted=3)
+    assert counts(stages)["rollout/accepted_tokens"] == 3
+
+
 @pytest.mark.parametrize(("completion", "closes"), [("wait", []), ("drop_stragglers", [6, 7])])
 def test_a_group_drops_its_stragglers_at_its_age_limit(completion: str, closes: list[int]) -> None:
     found = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from marsrl.rollout.adapter import check_start, peft_settings
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import read_key
+from marsrl.rollout.engines.draft import read_draft
 from marsrl.rollout.engines.refusals import why_not_cut
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -46,6 +47,12 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
         check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
     if reason := why_not_cut(shape, config.rollout_of(name).vllm):
         raise ConfigError(f"policies.{name}.model: {reason}")
+    draft = config.rollout_of(name).vllm.draft_model
+    if draft is not None and config.rollout.engine == "vllm":
+        try:
+            read_draft(draft, shape)
+        except ValueError as error:
+            raise ConfigError(f"policies.{name}: {error}") from error
     check_adapter(name, policy, shape)
     warnings += _of_another_base(name, policy)
     if is_trained:

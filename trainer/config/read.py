@@ -29,7 +29,7 @@ DEFAULT_FOR_TASK = {
     "reasoning_gym": "math_default",
 }
 _PATHS = re.compile(
-    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference|adapter\.start)|tools\.[^.]+\.(corpus|index|function|command)"
+    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference|adapter\.start)|(rollout|policies\.[^.]+)\.vllm\.draft_model|tools\.[^.]+\.(corpus|index|function|command)"
     r"|agents\.[^.]+\.prompt|external\.(function|environment|command|python)"
 )
 

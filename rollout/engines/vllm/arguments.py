@@ -140,7 +140,8 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
     if options.draft_tokens:
         # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling.
-        arguments["speculative_config"] = {"method": "ngram_gpu", "num_speculative_tokens": options.draft_tokens}
+        method = {"method": "eagle3", "model": options.draft_model} if options.draft_model else {"method": "ngram_gpu"}
+        arguments["speculative_config"] = {**method, "num_speculative_tokens": options.draft_tokens}
     if is_cpu:
         arguments["block_size"] = _BLOCK_CPU
     else:
@@ -244,6 +245,7 @@ def who_draws(options: VllmOptions, device: str) -> str:
         return f"marsrl draws tokens (repeats bitwise), on vLLM's Model Runner V1{_is_eager(options, device)}"
     runner = "V2, with async scheduling" if device == "cuda" else "V1"
     drafts = f", after drafts of {options.draft_tokens}" if options.draft_tokens else ""
+    drafts += " by draft_model" if options.draft_model else ""
     return f"vLLM's own sampler draws tokens{drafts}, on its Model Runner {runner}{_is_eager(options, device)}"
 
 

@@ -57,14 +57,16 @@ if TYPE_CHECKING:
 class _Running:
     """A request in vLLM and its tokens so far. logprobs: float32, nats, if vLLM's sampler draws.
 
-    num_watched: tokens already searched for Sampling.stop. told: outputs of the request's steps, stored only if kept tokens or
-    experts are recorded, since a step's output takes hundreds of bytes and refers to arrays of the whole step.
+    num_steps: steps of vLLM that returned tokens. num_watched: tokens already searched for Sampling.stop. told: outputs of the
+    request's steps, stored only if kept tokens or experts are recorded, since a step's output takes hundreds of bytes and refers
+    to arrays of the whole step.
     """
 
     key: str
     request: DecodeRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
+    num_steps: int = 0
     num_watched: int = 0
     num_cached_tokens: int = 0
     told: list[EngineCoreOutput] = field(default_factory=list)
@@ -247,14 +249,18 @@ class VllmEngine(Engine):
 
     def sleep(self, keeps_weights: bool) -> None:
         """Sleep at vLLM's level 1; without keeps_weights at level 2, which drops weights and adapters. wake("weights") restores
-        buffers."""
+        buffers and the draft model."""
         self._settle()
         if not keeps_weights:
             self._versions[""] = TORN
+            if self._spec.vllm.draft_model:
+                self._ask_workers("marsrl_keep_draft")
         self._llm.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: MemoryPart) -> None:
         self._llm.wake_up(tags=[part])
+        if part == "weights" and self._spec.vllm.draft_model:
+            self._ask_workers("marsrl_restore_draft")
 
     def close(self) -> None:
         """Shut down vLLM's core and workers.
@@ -337,6 +343,7 @@ class VllmEngine(Engine):
             if output.prefill_stats is not None and not running.token_ids:
                 running.num_cached_tokens = output.prefill_stats.num_cached_tokens
             running.token_ids += output.new_token_ids
+            running.num_steps += bool(output.new_token_ids)
             self._num_decoded += len(output.new_token_ids)
             if is_drawn and output.new_logprobs is not None:
                 running.logprobs.extend(output.new_logprobs.logprobs[:, 0])  # the first is the drawn token's
@@ -365,6 +372,8 @@ class VllmEngine(Engine):
                     finish=ended[each.key],
                     version=self._versions[each.request.adapter],
                     num_cached_tokens=each.num_cached_tokens,
+                    # A step returns accepted tokens, and one that the policy draws.
+                    num_accepted=len(each.token_ids) - each.num_steps if self._spec.vllm.draft_tokens else None,
                     routed_experts=self._experts(each),
                     kept_tokens=kept if each.request.sampling.records_kept else None,
                     seconds=self._shares.end(each.request.uid),

@@ -120,6 +120,20 @@ class WorkerExtension:
             return "vLLM on a CPU computes with packed copies of its weights; set sync.backend=shm"
         return why_not_written(model)
 
+    def marsrl_keep_draft(self) -> None:
+        """Copy the draft's weights to host memory, because vLLM's level 2 drops them and no update brings them back.
+
+        A draft without its own embedding or head uses the policy's, which updates bring.
+        """
+        shared = {id(parameter) for parameter in self.model_runner.get_model().parameters()}
+        own = [each for each in self.model_runner.get_draft_model().parameters() if id(each) not in shared]
+        self._marsrl_draft = [(each, each.data.to("cpu", copy=True)) for each in own]
+
+    def marsrl_restore_draft(self) -> None:
+        """Copy the weights of marsrl_keep_draft back; a no-op without them."""
+        for parameter, kept in vars(self).pop("_marsrl_draft", ()):
+            parameter.data.copy_(kept)
+
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
         """Return EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
         values_of: dict[str, set[float]] = {}
