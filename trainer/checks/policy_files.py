@@ -47,12 +47,17 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
         check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
     if reason := why_not_cut(shape, config.rollout_of(name).vllm):
         raise ConfigError(f"policies.{name}.model: {reason}")
-    draft = config.rollout_of(name).vllm.draft_model
-    if draft is not None and config.rollout.engine == "vllm":
+    vllm = config.rollout_of(name).vllm
+    if vllm.draft_model is not None and config.rollout.engine == "vllm":
         try:
-            read_draft(draft, shape)
+            read_draft(vllm.draft_model, shape)
         except ValueError as error:
             raise ConfigError(f"policies.{name}: {error}") from error
+    if vllm.kv_cache_dtype != "auto" and shape.has_qkv_bias and config.rollout.engine == "vllm":
+        warnings.append(
+            f"rollout.vllm.kv_cache_dtype is {vllm.kv_cache_dtype}, but policies.{name}.model is a {shape.architecture}, whose "
+            "biases can make keys too large for FP8 without scales: such engines have returned nonsense; set it to auto"
+        )
     check_adapter(name, policy, shape)
     warnings += _of_another_base(name, policy)
     if is_trained:

@@ -1,4 +1,4 @@
-"""Settings and folders of draft models, and what an engine reports of them. vLLM's own part is in test_vllm_v2_runner.py."""
+"""Engine options that depend on the model: draft models, and FP8 caches. vLLM's own part is in test_vllm_v2_runner.py."""
 
 from __future__ import annotations
 
@@ -87,6 +87,16 @@ def test_a_draft_model_needs_a_number_of_tokens(tmp_path: Path) -> None:
     assert read_config(file)[0].rollout.vllm.draft_model == str(
         tmp_path / "draft"
     )  # as other paths: relative to the file
+
+
+@pytest.mark.parametrize(("model", "warned"), [("Qwen2.5-7B", True), ("Qwen3-8B", False)])
+def test_a_warning_names_models_whose_keys_may_not_fit_fp8(model: str, warned: bool, tmp_path: Path) -> None:
+    save_published(KNOWN[model], tmp_path / model)
+    words = [f"policies.main.model={tmp_path / model}", "policies.main.layout={pipeline: 1}"]
+    for cache, expected in ("fp8", warned), ("auto", False):
+        config, _ = read_config("qwen3_8b", [*words, f"rollout.vllm.kv_cache_dtype={cache}"])
+        _, warnings = checked_policy(config, "main", 1, trains=True)
+        assert any("keys too large for FP8" in each for each in warnings) == expected
 
 
 def test_the_preflight_names_the_policy_of_a_wrong_draft(tmp_path: Path) -> None:
