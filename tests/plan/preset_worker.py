@@ -165,8 +165,8 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
         "weights": made.model_config.quantization,
         "batched": made.scheduler_config.max_num_batched_tokens,
         "async": made.scheduler_config.async_scheduling,
-        "drafts": made.speculative_config
-        and [made.speculative_config.method, made.speculative_config.num_speculative_tokens],
+        "drafts": (drafts := made.speculative_config)
+        and [drafts.method, drafts.num_speculative_tokens, drafts.rejection_sample_method, drafts.draft_sample_method],
         "adapters": lora
         and [lora.max_loras, lora.max_lora_rank, lora.target_modules, str(lora.lora_dtype), lora.fully_sharded_loras],
         "dynamo_off": os.environ.get("TORCHDYNAMO_DISABLE"),

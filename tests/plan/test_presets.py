@@ -36,6 +36,9 @@ WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cp
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
+EXACT = ["standard", "greedy"]  # how vLLM accepts and draws drafts; test_vllm_v2_runner.py shows that these are exact
+
+
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Findings of preset_worker.py by preset: 25 s in one process that simulates CUDA."""
@@ -78,8 +81,10 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert found["R3"] == plain | {"experts": True}
     assert found["bfloat16_cache"] == plain | {"kv_cache": "auto"} and plain["kv_cache"] == "fp8"
     assert found["bfloat16"] == plain | {"weights": None} and plain["weights"] == "fp8_per_block"
-    assert found["drafts"] == plain | {"drafts": ["ngram_gpu", 4]} and plain["drafts"] is None and plain["async"]
-    assert found["draft_model"] == plain | {"drafts": ["eagle3", 3]}  # also with FP8 weights, and an FP8 cache
+    assert (
+        found["drafts"] == plain | {"drafts": ["ngram_gpu", 4, *EXACT]} and plain["drafts"] is None and plain["async"]
+    )
+    assert found["draft_model"] == plain | {"drafts": ["eagle3", 3, *EXACT]}  # also with FP8 weights, and an FP8 cache
     assert found["extra"] == plain | {"batched": 12345} != plain
 
 
