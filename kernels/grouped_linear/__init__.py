@@ -26,9 +26,9 @@ def grouped_linear(
         weights: [E, N, K] in the dtype of x; N may be several dimensions, as in [E, 2, N / 2, K].
         tokens_per_expert: [E] int tensor or list: the number of rows of each expert; they sum to T. The host does not read
             a tensor on the GPU: its values are not checked, and rows beyond their sum are undefined.
-        main_grad: float32 in the shape of weights, contiguous. Each backward adds dW to it, and leaves experts without rows
-            alone; a forward writes nothing. The gradient of weights is then as in linear_policy_loss: None, or a placeholder
-            for Megatron's hooks. torch.compile breaks its graph here.
+        main_grad: float32 in the shape of weights, each expert's part contiguous. Each backward adds dW to it, and leaves
+            experts without rows alone; a forward writes nothing. The gradient of weights is then as in linear_policy_loss: None,
+            or a placeholder for Megatron's hooks. torch.compile breaks its graph here.
 
     Returns:
         [T, N] in the dtype of x.
@@ -51,8 +51,10 @@ def grouped_linear(
             msg="grouped_linear writes main_grad, which no op of torch.library passes to its backward"
         )
     check_main_grad("grouped_linear", weights, main_grad)
-    if not main_grad.is_contiguous():
-        raise ValueError(f"grouped_linear: main_grad has strides {main_grad.stride()}, expected a contiguous tensor")
+    if not main_grad[:1].is_contiguous():
+        raise ValueError(
+            f"grouped_linear: main_grad has strides {main_grad.stride()}, expected contiguous memory for each expert"
+        )
     return _OP(*_checked(x, matrices, tokens_per_expert, MainGrad(weights, main_grad.flatten(1, -2))))
 
 

@@ -34,13 +34,23 @@ def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[
 
 
 def write_matrix_gradients(out: Tensor, x: Tensor, grad_out: Tensor, ends: Tensor, adds: bool) -> None:
-    """Write the gradient from x [T, in] and grad_out [T, out] to out [E, out, in], contiguous; add it if `adds`."""
+    """Write the gradient from x [T, in] and grad_out [T, out] to out [E, out, in], of contiguous matrices; add it if `adds`."""
     num_in, num_out, tiles = x.shape[1], grad_out.shape[1], plan_tiles(x.dtype)
     num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])
     if num_programs:
         with on_device_of(x):
             matrix_gradients[(num_programs,)](
-                x, grad_out, out, ends, num_in, num_out, x.stride(0), grad_out.stride(0), ADDS=adds, **tiles
+                x,
+                grad_out,
+                out,
+                ends,
+                num_in,
+                num_out,
+                x.stride(0),
+                grad_out.stride(0),
+                out.stride(0),
+                ADDS=adds,
+                **tiles,
             )
 
 

@@ -73,12 +73,15 @@ def matrix_gradients(
     num_out,
     stride_x,
     stride_grad,
+    stride_expert,
     ADDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Compute out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows.
+
+    stride_expert: distance of two experts' matrices in out, each of which is contiguous.
 
     ADDS: accumulate into out; an expert without rows then leaves its part of out unchanged.
     """
@@ -100,15 +103,16 @@ def matrix_gradients(
         grad_tile = tl.load(grad_at, mask=is_row[:, None] & (outs[None, :] < num_out), other=0.0)
         x_tile = tl.load(x_at, mask=is_row[:, None] & (ins[None, :] < num_in), other=0.0)
         total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision="ieee")
+    out_rows = out + expert.to(tl.int64) * stride_expert + outs.to(tl.int64)[:, None] * num_in
     if ADDS:
         # Two halves: a whole tile in registers beside the sums would leave room for one program per multiprocessor on Hopper.
         HALF: tl.constexpr = BLOCK_N // 2
         halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):
             columns = tile % num_in_tiles * BLOCK_N + half * HALF + tl.arange(0, HALF)
-            out_at = out + (expert.to(tl.int64) * num_out + outs[:, None]) * num_in + columns[None, :]
+            out_at = out_rows + columns[None, :]
             is_out = (begin < end) & (outs[:, None] < num_out) & (columns[None, :] < num_in)
             tl.store(out_at, tl.load(out_at, mask=is_out, other=0.0) + halves[half], mask=is_out)
     else:
-        out_at = out + (expert.to(tl.int64) * num_out + outs[:, None]) * num_in + ins[None, :]
+        out_at = out_rows + ins[None, :]
         tl.store(out_at, total.to(out.dtype.element_ty), mask=(outs[:, None] < num_out) & (ins[None, :] < num_in))

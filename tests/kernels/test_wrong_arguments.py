@@ -87,7 +87,7 @@ WRONG = {
         ({"tokens_per_expert": [6]}, r"tokens_per_expert has shape \[1\], expected \[2\]"),
         ({"weights": zeros(2, 8)}, r"weights has shape \[2, 8\], expected \[any, any, 8\]"),
         ({"main_grad": zeros(2, 8, 4)}, r"main_grad has shape \[2, 8, 4\], expected \[2, 4, 8\]"),
-        ({"main_grad": zeros(2, 8, 4).mT}, r"main_grad has strides \(32, 1, 4\), expected a contiguous tensor"),
+        ({"main_grad": zeros(2, 8, 4).mT}, r"main_grad has strides \(32, 1, 4\), expected contiguous memory"),
     ],
     "kept_rows": [
         ({"mask": ints(4)}, "mask has dtype int64, expected bool"),
