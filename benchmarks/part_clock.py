@@ -19,7 +19,9 @@ PLACES = {
         ("trainer.learner.megatron.passes", "Passes", "forward_backward")
     ],  # without the forward passes inside
     "optimizer": [
-        ("trainer.learner.megatron.optimizer", "Optimizer", name) for name in ("zero_grad", "grad_norm", "apply")
+        ("trainer.learner.megatron.optimizer", owner, name)
+        for owner in ("Optimizer", "BankOptimizer")
+        for name in ("zero_grad", "grad_norms", "apply")
     ],
 }
 """{part: (module of marsrl, class, method)}."""

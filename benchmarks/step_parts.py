@@ -36,9 +36,12 @@ PLACES = {
     "pack": ("trainer.data.packing", "pack"),
     "forward": ("trainer.learner.megatron.head", "PolicyModel.forward"),
     "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # without the forward inside
-    "gradient norm": ("trainer.learner.megatron.optimizer", "Optimizer.grad_norm"),
+    "gradient norm": ("trainer.learner.megatron.optimizer", "Optimizer.grad_norms"),
+    "gradient norms, adapters": ("trainer.learner.megatron.optimizer", "BankOptimizer.grad_norms"),
     "optimizer": ("trainer.learner.megatron.optimizer", "Optimizer.apply"),
+    "optimizer, adapters": ("trainer.learner.megatron.optimizer", "BankOptimizer.apply"),
     "zero gradients": ("trainer.learner.megatron.optimizer", "Optimizer.zero_grad"),
+    "zero gradients, adapters": ("trainer.learner.megatron.optimizer", "BankOptimizer.zero_grad"),
     "publish: probe, trainer": ("trainer.weights.sync", "trainer_scores"),
     "publish: probe, adapters": ("trainer.weights.sync", "scores_together"),
     "publish: probe, engine": ("rollout.engines.local.engine", "LocalEngine.score"),

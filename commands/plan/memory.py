@@ -184,7 +184,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     selective: the two norms' input, T/t H e each; no inputs; no dense MLP; of the experts' F only gate and up.
 
     Adapters keep A x besides, of the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
-    in experts; and copies of A (of q, k, v joined) and B (scaled), e a number.
+    in experts.
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     t, tokens = layout.tensor, setup.tokens_of_rank
@@ -226,8 +226,6 @@ def adapters_bytes(setup: Training) -> float:
         ranks := [adapter.rank_in_experts(s) for adapter in setup.adapters if "experts" in adapter.targets]
     ):
         total += setup.rows * 3 * max(ranks)
-    adapter_sizes = (adapter_elements(s, setup.layout, (adapter,)).total for adapter in setup.adapters)
-    total += max(adapter_sizes, default=0) / (s.num_layers // setup.layout.pipeline)
     return total * setup.size
 
 

@@ -107,15 +107,19 @@ def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[Adapt
     """Count the numbers in A and B of all these adapters on one rank of any pipeline stage.
 
     q, k, v, gate, up: r in [A, whole] + out r / TP [B]; o, down: r in / TP [A] + out r [B, whole]; expert: r (in + out) / EP.
+    Adapters are stored together, so that each has the place of all targets, at the largest rank.
     """
-    dense = expert = 0
+    largest: dict[str, tuple[int, int, int]] = {}
     for adapter in adapters:
-        for name, (out, into, rank) in adapted(replace(shape, num_layers=1), adapter).items():
-            if ".experts." in name:
-                expert += rank * (into + out)
-            elif name.endswith(("o_proj", "down_proj")):
-                dense += rank * (into // layout.tensor + out)
-            else:
-                dense += rank * (into + out // layout.tensor)
-    num_layers = shape.num_layers // layout.pipeline
-    return RankElements(num_layers * dense, num_layers * expert // layout.expert)
+        for name, sizes in adapted(replace(shape, num_layers=1), adapter).items():
+            largest[name] = max(sizes, largest.get(name, sizes))
+    dense = expert = 0
+    for name, (out, into, rank) in largest.items():
+        if ".experts." in name:
+            expert += rank * (into + out)
+        elif name.endswith(("o_proj", "down_proj")):
+            dense += rank * (into // layout.tensor + out)
+        else:
+            dense += rank * (into + out // layout.tensor)
+    num = len(adapters) * (shape.num_layers // layout.pipeline)
+    return RankElements(num * dense, num * expert // layout.expert)

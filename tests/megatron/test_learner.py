@@ -138,8 +138,8 @@ def test_one_rank_sends_itself_nothing(
     policy, sending = (tiny.learner(folder, **settings) for _ in range(2))
     from megatron.core.distributed import param_and_grad_buffer as buffers  # imported after the learners' shim
 
-    wrapped = sending.optimizer._model
-    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+    wrapped = getattr(sending.optimizer, "_model", None)  # Adapters are not wrapped.
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups if wrapped else ():
         del group.start_grad_sync, group.start_param_sync
     sent = []
 
@@ -152,11 +152,13 @@ def test_one_rank_sends_itself_nothing(
         (buffers, "dist_reduce_scatter_func"),
         (buffers, "dist_all_gather_func"),
         (torch.distributed, "all_reduce"),
+        (torch.distributed, "reduce_scatter_tensor"),
+        (torch.distributed, "all_gather_into_tensor"),
     ):
         monkeypatch.setattr(module, name, partial(note, call=getattr(module, name)))
     found = [tiny.step(policy, batches).grad_norm for _ in range(2)]
     assert not sent
-    assert [tiny.step(sending, batches).grad_norm for _ in range(2)] == found and sent
+    assert [tiny.step(sending, batches).grad_norm for _ in range(2)] == found and (sent or not wrapped)
     assert tiny.largest_difference(tiny.weights(sending), tiny.weights(policy)) == 0.0
 
 

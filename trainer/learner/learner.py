@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built, after the CPU
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
+    from marsrl.trainer.learner.megatron.optimizer import AdapterOptimizer, Optimizer
     from marsrl.trainer.learner.megatron.passes import Model, Passes, Work
 
 
@@ -117,14 +118,14 @@ class Learner:
         if policy.adapter is None:
             trained = self._start_whole(policy, layout)
         else:
-            trained, reference = self._start_adapter(policy, layout, seed)
-        if objectives[0].kl == "none":
-            reference = None
-        elif reference_dir is not None:
+            trained = self._start_adapter(policy, layout, seed)
+        if objectives[0].kl != "none" and reference_dir is not None:
             reference = Model(frozen_model(reference_dir, layout, policy))
+        elif objectives[0].kl != "none" and policy.adapter is not None:
+            reference = self._starting_point(policy, seed)
         self._past: Any = None  # The reference's module, if it is renewed.
         if policy.reference == "past" and reference is not None:
-            self._past = reference.adapters[0] if reference.adapters else reference.module
+            self._past = reference.bank.adapters[reference.slots[0]] if reference.bank else reference.module
         self.passes = Passes(
             self.model,
             trained,
@@ -147,29 +148,41 @@ class Learner:
         from marsrl.trainer.learner.megatron.passes import Model
 
         self.model, ddp = build_model(self._shape, layout, policy)
-        self.optimizer = Optimizer(ddp, policy.optimizer)
+        self.optimizer: Optimizer | AdapterOptimizer = Optimizer(ddp, policy.optimizer)
         self._converter = Converter(self.model, self._shape)
         self.read_weights(self._model_dir)
         return Model(ddp)
 
-    def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> tuple[Model, Model]:
-        """Set up training of an adapter; return also its starting point."""
-        from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
-        from marsrl.trainer.learner.megatron.optimizer import Optimizer
+    def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> Model:
+        """Set up training of an adapter."""
+        from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
+        from marsrl.trainer.learner.megatron.optimizer import AdapterOptimizer, BankOptimizer
         from marsrl.trainer.learner.megatron.passes import Model
 
         assert policy.adapter is not None
-        # An adapter has few gradients, and no module's forward gathers its weights.
-        optimizer = policy.optimizer.model_copy(update={"overlap_grad_reduce": False, "overlap_param_gather": False})
         base = self.base = self.base or FrozenBase(self._model_dir, layout, policy)
         self.model, self.adapter = base.model, Adapter(base, policy.adapter, seed)
-        ddp = for_training(self.adapter, optimizer)
-        self.optimizer = Optimizer(ddp, optimizer)
+        assert base.optimizer is None or not base.optimizer.has_begun, "adapters are added before training"
+        slot = base.trained.add(self.adapter)
+        base.optimizer_configs.append(policy.optimizer)
+        base.optimizer = optimizer = BankOptimizer(
+            base.trained, base.optimizer_configs
+        )  # The other adapters have moved.
+        base.model.config.finalize_model_grads_func = lambda *chunks, **options: optimizer.finalize()
+        self.optimizer = AdapterOptimizer(base, slot)
         self._converter = self.adapter.converter
-        begin = Model(base.wrapped)
-        if policy.adapter.start is not None or policy.reference == "past":
-            begin = Model(base.wrapped, (Adapter(base, policy.adapter, seed).requires_grad_(False),))
-        return Model(base.wrapped, (self.adapter,), (ddp,)), begin
+        return Model(base.wrapped, base.trained, (slot,))
+
+    def _starting_point(self, policy: PolicyConfig, seed: int) -> Model:
+        """Return the adapter as it begins; the bare base if it has no effect there."""
+        from marsrl.trainer.learner.megatron.adapter import Adapter
+        from marsrl.trainer.learner.megatron.passes import Model
+
+        assert policy.adapter is not None and self.base is not None
+        if policy.adapter.start is None and policy.reference != "past":
+            return Model(self.base.wrapped)
+        slot = self.base.references.add(Adapter(self.base, policy.adapter, seed))
+        return Model(self.base.wrapped, self.base.references, (slot,))
 
     def shard(self, max_tokens: int) -> BatchShard:
         """Return this rank's share of a batch, in micro-batches of at most max_tokens."""
@@ -367,17 +380,18 @@ class Together:
                     updates_of.append(empty_update(work.num_agents, rate))
                 continue
             norms = self._agent_grad_norms(work) if by_agent else [()] * len(learners)
-            for learner in learners:
-                learner.optimizer.zero_grad()
+            optimizer = learners[0].optimizer.joint
+            optimizer.zero_grad()
             results, replay, load = self.passes.forward_backward(work)
+            grad_norms = optimizer.grad_norms()
+            rates_of = list[float | None]([None] * len(grad_norms))
             for updates_of, learner, agents, rate, of_agents in zip(
                 stats, learners, self.agents, rates, norms, strict=True
             ):
-                grad_norm = learner.optimizer.grad_norm()
                 update = update_stats(
                     work,
                     results,
-                    grad_norm=grad_norm,
+                    grad_norm=grad_norms[learner.optimizer.slot],
                     lr=rate,
                     replay=replay,
                     load=load,
@@ -386,8 +400,10 @@ class Together:
                     agents=agents,
                 )
                 if update.is_updated:
-                    learner.optimizer.apply(grad_norm, rate)
+                    rates_of[learner.optimizer.slot] = rate
                 updates_of.append(update)
+            if rates_of.count(None) < len(rates_of):
+                optimizer.apply(grad_norms, rates_of)
         return {name: summed(updates_of) for name, updates_of in zip(self.learners, stats, strict=True)}
 
     def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:
@@ -403,13 +419,14 @@ class Together:
             counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
         dist.all_reduce(counts)
         norms: list[list[float | None]] = [[None] * work.num_agents for _ in self.learners]
+        optimizer = next(iter(self.learners.values())).optimizer.joint
         for agent in counts.nonzero()[:, 0].tolist():
-            for learner in self.learners.values():
-                learner.optimizer.zero_grad()
+            optimizer.zero_grad()
             self.passes.forward_backward(work, agent)
+            grad_norms = optimizer.grad_norms()
             for learner, agents, agent_norms in zip(self.learners.values(), self.agents, norms, strict=True):
                 if agents is None or agent in agents:
-                    agent_norms[agent] = learner.optimizer.grad_norm()
+                    agent_norms[agent] = grad_norms[learner.optimizer.slot]
         return [tuple(agent_norms) for agent_norms in norms]
 
 

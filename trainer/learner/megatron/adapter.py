@@ -1,17 +1,17 @@
 """Low-rank adapters on a frozen model; all policies with the same base share one copy of it per rank.
 
-An adapted layer with weight W adds s B (A x) to W x, with s = alpha / rank; s is multiplied into B, as in vLLM.
+An adapted layer with weight W adds B s (A x) to W x, with s = alpha / rank.
 
     layer                      A                  B                 summed over TP
     q, k, v, gate, up          whole              cut as W          A
     o, down                    cut as W           whole             B
     experts                    by expert (EP)     by expert (EP)    none
 
-Under sequence parallelism, whole matrices see only their rank's tokens; `sequence_parallel` marks their gradients for the sum.
+Under sequence parallelism, whole matrices see only their rank's tokens, so their gradients are summed.
 
     base = FrozenBase(model_dir, layout, policy)             # once
-    adapter = Adapter(base, policy.adapter, seed)            # of each policy
-    base.wrapped(batch, loss, mpt, active=ActiveAdapters((adapter,)))
+    slot = base.trained.add(Adapter(base, policy.adapter, seed))            # of each policy
+    base.wrapped(batch, loss, mpt, active=ActiveAdapters(base.trained, slice(slot, slot + 1)))
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,16 +28,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
 
 from marsrl.kernels import grouped_linear
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, adapted, check_start
@@ -47,7 +43,30 @@ from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
-from marsrl.trainer.learner.megatron.model import as_run, bare_model, skip_syncs_alone
+from marsrl.trainer.learner.megatron.model import as_run, bare_model
+
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # Their A, which have the same input, are one matrix.
+_ALIGNMENT = 16  # In numbers: GPUs read 16 bytes at a time.
+
+Place = tuple[str, str]
+"""Matrix (of joined ones the first) and "A" or "B"."""
+
+
+def is_whole(name: str, letter: str) -> bool:
+    """Return True if every tensor-parallel rank holds the whole matrix; False: a part, or different experts."""
+    return ".experts." not in name and name.endswith(ROW_PARALLEL) != (letter == "A")
+
+
+def _place(name: str, letter: str) -> tuple[Place, int, int]:
+    """Return (place, index in it, number of matrices in it)."""
+    prefix, _, last = name.rpartition(".")
+    for names in _JOINED if letter == "A" else ():
+        if last in names:
+            return (f"{prefix}.{names[0]}", letter), names.index(last), len(names)
+    return (name, letter), 0, 1
 
 
 class FrozenBase:
@@ -57,6 +76,9 @@ class FrozenBase:
         self.shape, self.layout = read_shape(model_dir), layout
         self.model = bare_model(self.shape, layout, policy)
         Converter(self.model, self.shape).load(model_dir)
+        self.trained, self.references = Bank(is_trained=True), Bank(is_trained=False)
+        self.optimizer: Any = None  # BankOptimizer of `trained`.
+        self.optimizer_configs: list[OptimizerConfig] = []
         self.wrapped = as_run(self.model).requires_grad_(False)
         for layer in self.model.decoder.layers:
             prefix, attention, mlp = f"{layer.layer_number - 1}.", layer.self_attention, layer.mlp
@@ -65,7 +87,7 @@ class FrozenBase:
             self._adapt(attention.linear_qkv, partial(self._column, qkv, groups))
             self._adapt(attention.linear_proj, partial(self._row, f"{prefix}self_attn.o_proj"))
             if self.shape.num_experts:
-                mlp.experts.pair_of = partial(self._expert_pair, f"{prefix}mlp.experts.")
+                mlp.experts.adapted = partial(self._of_experts, f"{prefix}mlp.experts.")
             else:
                 gate_up = (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
                 self._adapt(mlp.linear_fc1, partial(self._column, gate_up, None))
@@ -81,16 +103,13 @@ class FrozenBase:
     def _column(self, names: Sequence[str], groups: int | None, x: Tensor) -> Tensor | None:
         """Return the adapters' part of q, k, v (interleaved by KV group) or gate, up: [T, out / TP] from x [T / TP, in]."""
         active = self.model.active
-        if active is None or not any(names[0] in adapter.pairs for adapter in active.adapters):
+        if active is None or not active.adapt(names[0]):
             return None
-        pairs = [active.pairs(name) for name in names]
-        low = active.product(
-            x, [torch.cat(of_adapter) for of_adapter in zip(*(a for a, _ in pairs), strict=True)], is_own=True
-        )
+        low = active.product(x, names[0], "A", is_own=True)
         if self.layout.tensor > 1:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
-        lows = low.chunk(len(names), -1)
-        parts = [active.product(part, b) for part, (_, b) in zip(lows, pairs, strict=True)]
+        lows = active.scaled(low).chunk(len(names), -1)
+        parts = [active.product(part, name, "B") for part, name in zip(lows, names, strict=True)]
         if groups is not None:
             parts = [part.unflatten(-1, (groups, -1)) for part in parts]
         return torch.cat(parts, -1).flatten(1)
@@ -98,63 +117,180 @@ class FrozenBase:
     def _row(self, name: str, x: Tensor) -> Tensor | None:
         """Return the adapters' part of o or down: [T / TP, out] from x [T, in / TP]."""
         active = self.model.active
-        if active is None or not any(name in adapter.pairs for adapter in active.adapters):
+        if active is None or not active.adapt(name):
             return None
-        a, b = active.pairs(name)
-        low = active.product(x, a)  # A partial sum over tensor-parallel ranks.
+        low = active.product(x, name, "A")  # A partial sum over tensor-parallel ranks.
         if self.layout.tensor > 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
-        return active.product(low, b, is_own=True)
+        return active.product(active.scaled(low, is_own=True), name, "B", is_own=True)
 
-    def _expert_pair(self, prefix: str, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return A [E, r, in] and s B [E, out, r] of this rank's experts; the micro-batch must have a single adapter."""
+    def _of_experts(self, prefix: str, names: Sequence[str], rows: Tensor, counts: Tensor) -> Tensor | None:
+        """Return the adapter's part of down or of gate, up: [R, out] from rows [R, in] and the rows of each expert.
+
+        The micro-batch must have a single adapter.
+        """
         active = self.model.active
-        if active is None or f"{prefix}{name}" not in active.adapters[0].pairs:
+        if active is None or not active.adapt(prefix + names[0]):
             return None
-        assert len(active.adapters) == 1, "experts' rows are not sorted by adapter"
-        return active.adapters[0].pairs[f"{prefix}{name}"]()
+        assert active.counts is None, "experts' rows are not sorted by adapter"
+        slot = active.slots.start
+        low = active.scaled(_product(rows, active.bank, prefix + names[0], "A", slot, counts))
+        parts = zip(low.chunk(len(names), -1), names, strict=True)
+        return torch.cat([_product(part, active.bank, prefix + name, "B", slot, counts) for part, name in parts], -1)
 
 
 class Pair(nn.Module):
     """Matrices A and B of one adapted matrix, or of this rank's experts, with a leading expert dimension."""
 
-    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+    def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
-        self.scale = scale
+        self.lora_A, self.lora_B = nn.Parameter(a, requires_grad=False), nn.Parameter(b, requires_grad=False)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Return A and s B."""
-        return self.lora_A, self.scale * self.lora_B
+
+@dataclass(eq=False)
+class Rows:
+    """Buffer of the matrices that are summed over one group: [N, P], a row for each adapter.
+
+    places: {place: (offset in a row, shape)}. num_whole: leading numbers of a row that every tensor-parallel rank has.
+    group: data-parallel ranks. gradients: [N, P] float32; empty if nothing is trained.
+    """
+
+    weights: Tensor
+    places: Mapping[Place, tuple[int, tuple[int, ...]]]
+    num_whole: int
+    group: Any
+    gradients: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Mapping[Place, tuple[int, ...]],
+        num: int,
+        group: Any,
+        options: Mapping[str, Any],
+        *,
+        is_trained: bool,
+    ) -> Rows:
+        """Lay out a row with these matrices, and return `num` rows of zeros."""
+        places, end, num_whole = dict[Place, tuple[int, tuple[int, ...]]](), 0, 0
+        for place in sorted(shapes, key=lambda place: not is_whole(*place)):
+            places[place] = end, shapes[place]
+            end += _up(math.prod(shapes[place]), _ALIGNMENT)
+            num_whole = end if is_whole(*place) else num_whole
+        weights = torch.zeros(num, _up(end, _ALIGNMENT * group.size()), **options)
+        gradients = torch.zeros_like(weights if is_trained else weights[:0], dtype=torch.float32)
+        return cls(weights, places, num_whole, group, gradients)
+
+    def at(self, rows: Tensor, place: Place) -> Tensor:
+        """Return the view [..., *shape] of a place in rows [..., P]."""
+        offset, shape = self.places[place]
+        return rows[..., offset : offset + math.prod(shape)].unflatten(-1, shape)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Bank:
+    """A and B of all adapters of one base on this rank, which train together. An adapter's slot is its index.
+
+    Each adapter has a row of every buffer, and a row has a place for each matrix. All adapters' A of a matrix are thus one tensor
+    [N, ..., r, in], and their B [N, ..., out, r], views of the buffer. r is the largest rank; numbers beyond an adapter's own
+    rank are 0, and so are their gradients.
+
+        buffer     matrices                                          gradients are summed over
+        dense      A of q, k, v, gate, up and B of o, down           DP and TP
+                   B of q, k, v, gate, up and A of o, down           DP
+        experts    A and B of experts                                the experts' DP
+    """
+
+    def __init__(self, *, is_trained: bool) -> None:
+        self.adapters: list[Adapter] = []
+        self.buffers: dict[bool, Rows] = {}  # By "is of experts".
+        self._is_trained = is_trained
+
+    def add(self, adapter: Adapter) -> int:
+        """Move the adapter's weights into the bank; return its slot. All adapters' parameters become views of new buffers."""
+        self.adapters.append(adapter)
+        shapes: dict[bool, dict[Place, tuple[int, ...]]] = {}
+        for each in self.adapters:
+            for name, letter, weight in each.matrices():
+                place, _, num = _place(name, letter)
+                shape = (*weight.shape[:-2], num, *weight.shape[-2:]) if letter == "A" else tuple(weight.shape)
+                of_kind = shapes.setdefault(".experts." in name, {})
+                of_kind[place] = tuple(map(max, shape, of_kind.get(place, shape)))  # The ranks may differ.
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        for is_expert, of_kind in shapes.items():
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if is_expert:
+                group = parallel_state.get_expert_data_parallel_group()
+            self.buffers[is_expert] = Rows.of(of_kind, len(self.adapters), group, options, is_trained=self._is_trained)
+        for slot, each in enumerate(self.adapters):
+            views = self.views(each, {kind: rows.weights[slot] for kind, rows in self.buffers.items()})
+            for (_, _, weight), view in zip(each.matrices(), views, strict=True):
+                weight.data = view.copy_(weight.data)
+        self.scales = torch.tensor([each.settings.scale for each in self.adapters], **options)
+        return len(self.adapters) - 1
+
+    def views(self, adapter: Adapter, rows: Mapping[bool, Tensor]) -> Iterator[Tensor]:
+        """Yield the adapter's matrices in its order, as views of one row [P] of each buffer."""
+        for name, letter, weight in adapter.matrices():
+            is_expert, (place, index, _) = ".experts." in name, _place(name, letter)
+            view = self.buffers[is_expert].at(rows[is_expert], place)
+            view = view.select(-3, index) if letter == "A" else view
+            yield view[tuple(map(slice, weight.shape))]
+
+    def weights(self, name: str, letter: str) -> Tensor:
+        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: of joined, the first."""
+        rows = self.buffers[".experts." in name]
+        return rows.at(rows.weights, (name, letter))
+
+    def gradient(self, name: str, letter: str) -> Tensor:
+        """Return the float32 gradient of `weights`."""
+        rows = self.buffers[".experts." in name]
+        return rows.at(rows.gradients, (name, letter))
 
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """Adapters of a micro-batch, whose tokens are grouped by adapter in this order.
+    """Adapters of a micro-batch, whose tokens are grouped by adapter in the order of their bank.
 
-    counts: [adapters] int64, tokens of each; None: a single adapter. own: counts among this tensor-parallel rank's tokens.
+    slots: a range of the bank that has them all. counts: [slots] int64, tokens of each; None: a single adapter. own: counts among
+    this tensor-parallel rank's tokens.
     """
 
-    adapters: tuple[Adapter, ...]
+    bank: Bank
+    slots: slice
     counts: Tensor | None = None
     own: Tensor | None = None
 
-    def pairs(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return ([r, in], [out, r]) of each adapter, padded with zeros to the largest rank."""
-        found_pairs = [adapter.pairs[name]() if name in adapter.pairs else None for adapter in self.adapters]
-        largest = max((pair for pair in found_pairs if pair is not None), key=lambda pair: pair[0].shape[0])
-        rank, zeros = largest[0].shape[0], tuple(torch.zeros_like(matrix) for matrix in largest)
-        pairs = [zeros if pair is None else pair for pair in found_pairs]
-        a = [pad(matrix, (0, 0, 0, rank - matrix.shape[0])) for matrix, _ in pairs]
-        return a, [pad(matrix, (0, rank - matrix.shape[1])) for _, matrix in pairs]
+    def adapt(self, name: str) -> bool:
+        """Return True if one of the adapters adapts the matrix."""
+        return any(name in adapter.pairs for adapter in self.bank.adapters[self.slots])
 
-    def product(self, x: Tensor, matrices: Sequence[Tensor], *, is_own: bool = False) -> Tensor:
-        """Multiply each row of x by its adapter's matrix. is_own: x has only this tensor-parallel rank's tokens."""
-        if len(matrices) == 1:
-            return linear(x, matrices[0])
+    def scaled(self, low: Tensor, *, is_own: bool = False) -> Tensor:
+        """Multiply each row by its adapter's alpha / rank. is_own: of this tensor-parallel rank's tokens."""
+        first, *others = (adapter.settings.scale for adapter in self.bank.adapters[self.slots])
+        if all(scale == first for scale in others):
+            return low * first
         counts = self.own if is_own else self.counts
         assert counts is not None
-        return grouped_linear(x.contiguous(), torch.stack(list(matrices)), counts)
+        return low * self.bank.scales[self.slots].repeat_interleave(counts, output_size=low.shape[0])[:, None]
+
+    def product(self, x: Tensor, name: str, letter: str, *, is_own: bool = False) -> Tensor:
+        """Multiply each row of x by its adapter's A or B; the backward adds to the bank's gradient. is_own: as for scaled."""
+        counts = self.own if is_own else self.counts
+        return _product(x, self.bank, name, letter, self.slots, [x.shape[0]] if counts is None else counts)
+
+
+def _product(
+    x: Tensor, bank: Bank, name: str, letter: str, slots: slice | int, counts: Tensor | Sequence[int]
+) -> Tensor:
+    """Multiply rows of x by these slots' matrices, or by the experts of one slot; counts: rows of each matrix."""
+    matrices, gradient = bank.weights(name, letter)[slots], None
+    if torch.is_grad_enabled():
+        matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[slots]
+    return grouped_linear(x.contiguous(), matrices, counts, main_grad=gradient)
 
 
 class Adapter(MegatronModule):
@@ -175,7 +311,7 @@ class Adapter(MegatronModule):
         for number in numbers:
             of_layer = nn.Module()
             for name, (out, into, rank) in _of_a_layer(base, settings).items():
-                pair = self.pairs[f"{number}.{name}"] = self._pair(name, out, into, rank, settings.scale)
+                pair = self.pairs[f"{number}.{name}"] = self._pair(name, out, into, rank)
                 _put(of_layer, name, pair)
             self.decoder.layers.append(of_layer)
         self.converter = Converter(self, base.shape, settings)
@@ -190,29 +326,19 @@ class Adapter(MegatronModule):
         reader = HfReader(Path(folder) / TENSORS, PEFT_PREFIX)
         self.converter.fill(partial(reader.shard, self._base.shape))
 
-    def _pair(self, name: str, out: int, into: int, rank: int, scale: float) -> Pair:
+    def matrices(self) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Yield (matrix, "A" or "B", its parameter)."""
+        for name, pair in self.pairs.items():
+            yield from ((name, "A", pair.lora_A), (name, "B", pair.lora_B))
+
+    def _pair(self, name: str, out: int, into: int, rank: int) -> Pair:
         options = {"dtype": self.config.params_dtype, "device": torch.cuda.current_device()}
         tensor = self._base.layout.tensor
         if ".experts." in name:
-            group, num = parallel_state.get_expert_model_parallel_group(), self.config.num_moe_experts
-            local = num // group.size()
-            pair = Pair(torch.empty(local, rank, into, **options), torch.empty(local, out, rank, **options), scale)
-            for weight in pair.parameters():
-                set_tensor_model_parallel_attributes(
-                    weight, True, 0, 1
-                )  # Otherwise the norm counts only one TP rank's experts.
-                weight.allreduce = group.size() == 1  # type: ignore[attr-defined]  # DDP's group
-            return pair
-        is_row = name.endswith(ROW_PARALLEL)
-        if is_row:
-            into //= tensor
-        else:
-            out //= tensor
-        pair = Pair(torch.empty(rank, into, **options), torch.empty(out, rank, **options), scale)
-        cut, uncut = (pair.lora_A, pair.lora_B) if is_row else (pair.lora_B, pair.lora_A)
-        set_tensor_model_parallel_attributes(cut, True, 1 if is_row else 0, 1)
-        uncut.sequence_parallel = tensor > 1  # type: ignore[attr-defined]  # read by finalize
-        return pair
+            local = self.config.num_moe_experts // parallel_state.get_expert_model_parallel_group().size()
+            return Pair(torch.empty(local, rank, into, **options), torch.empty(local, out, rank, **options))
+        into, out = (into, out // tensor) if is_whole(name, "A") else (into // tensor, out)
+        return Pair(torch.empty(rank, into, **options), torch.empty(out, rank, **options))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -229,28 +355,13 @@ class Adapter(MegatronModule):
                 group = parallel_state.get_expert_model_parallel_group()
                 cuts.append((1, group.rank(), group.size()))
                 replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
-            elif getattr(weight, "tensor_model_parallel", False):
-                cuts.append((1 + weight.partition_dim, tensor_rank, self._base.layout.tensor))
+            elif not is_whole(*local_name.rsplit(".lora_", 1)):
+                cuts.append((1 + local_name.endswith("A"), tensor_rank, self._base.layout.tensor))
                 replica = (0, 0, data_rank)
             state[prefix + name] = ShardedTensor.from_rank_offsets(
                 f"{prefix}decoder.layers.{local_name}", weight, *cuts, replica_id=replica, prepend_axis_num=1
             )
         return state
-
-
-def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """Wrap the adapter with gradient buffers."""
-    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed)
-    ddp = DistributedDataParallel(adapter.config, options, adapter)
-    skip_syncs_alone(ddp)
-    return ddp
-
-
-def finalize(trained: Sequence[DistributedDataParallel]) -> None:
-    """Sum adapter gradients over data-parallel ranks, and gradients of unsharded matrices over tensor-parallel ranks."""
-    for ddp in trained:
-        ddp.finish_grad_sync()
-    _allreduce_non_tensor_model_parallel_grads(list(trained), trained[0].config)
 
 
 def _of_a_layer(base: FrozenBase, settings: AdapterConfig) -> dict[str, tuple[int, int, int]]:

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.megatron.checkpoint_index import INDEX, IndexReader, StoredChunk, render_index
-from marsrl.trainer.learner.megatron.optimizer import Optimizer
+from marsrl.trainer.learner.megatron.optimizer import AdapterOptimizer, Optimizer
 from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together, stopping_together
 from marsrl.trainer.runs.directory import write_atomically, write_json
 from marsrl.trainer.runs.manifest import FileSum
@@ -169,7 +169,9 @@ def _load_tensors(state: Any, folder: Path) -> Any:
     return restored
 
 
-def policy_state(model: Any, optimizer: Optimizer, past: Any | None = None, *, is_loading: bool) -> dict[str, Any]:
+def policy_state(
+    model: Any, optimizer: Optimizer | AdapterOptimizer, past: Any | None = None, *, is_loading: bool
+) -> dict[str, Any]:
     """Return a policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load.
 
     past: earlier weights that are saved too, the reference of a KL term.

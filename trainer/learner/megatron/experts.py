@@ -26,7 +26,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.parameter import Parameter
 
 from marsrl.kernels import RowOrder, grouped_linear, moe_permute, moe_unpermute, swiglu
@@ -53,8 +52,8 @@ class GroupedExperts(MegatronModule):
         options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.gate_up = Parameter(torch.empty(num_local_experts, 2, width, config.hidden_size, **options))
         self.down = Parameter(torch.empty(num_local_experts, config.hidden_size, width, **options))
-        # A [E, r, in] and B [E, out, r] of this rank's experts in the active adapter (adapter.py), by matrix.
-        self.pair_of: Callable[[str], tuple[Tensor, Tensor] | None] = lambda name: None
+        # The adapter's part of these matrices' output (adapter.py).
+        self.adapted: Callable[[Sequence[str], Tensor, Tensor], Tensor | None] = lambda names, rows, counts: None
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
             set_tensor_model_parallel_attributes(
                 weight, True, dimension, 1
@@ -84,11 +83,8 @@ class GroupedExperts(MegatronModule):
         is_trained = torch.is_grad_enabled() and weight.requires_grad
         main_grad = getattr(weight, "main_grad", None) if is_trained else None
         out = grouped_linear(rows, weight, tokens_per_expert, main_grad=main_grad)
-        pairs = [pair for pair in map(self.pair_of, names) if pair is not None]
-        if not pairs:
-            return out
-        low = grouped_linear(rows, torch.cat([a for a, _ in pairs], 1), tokens_per_expert)
-        return out.add_(grouped_linear(low, _blocks([b for _, b in pairs]), tokens_per_expert))
+        adapted = self.adapted(names, rows, tokens_per_expert)
+        return out if adapted is None else out.add_(adapted)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
@@ -109,12 +105,6 @@ class GroupedExperts(MegatronModule):
             )
             for name, weight in (("gate_up", self.gate_up), ("down", self.down))
         }
-
-
-def _blocks(matrices: Sequence[Tensor]) -> Tensor:
-    """Return [E, n out, n r] with n matrices [E, out, r] on the diagonal."""
-    rank, last = matrices[0].shape[-1], len(matrices) - 1
-    return torch.cat([pad(matrix, (index * rank, (last - index) * rank)) for index, matrix in enumerate(matrices)], 1)
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):

@@ -1,21 +1,33 @@
-"""Megatron's distributed AdamW: the schedule, the guarded step, and fixes for checkpoints without TransformerEngine."""
+"""AdamW: Megatron's distributed one, with fixes for checkpoints without TransformerEngine, and one for all adapters of a base.
+
+optimizer.zero_grad()
+...                                        # backward passes
+norms = optimizer.grad_norms()             # of each policy
+optimizer.apply(norms, rates)              # learning rates; None: the policy rests
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
+from torch import Tensor
 
 from marsrl.trainer.config import OptimizerConfig
+from marsrl.trainer.learner.megatron.adapter import Bank, FrozenBase
 
 
 def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
@@ -45,8 +57,11 @@ def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOp
 class Optimizer:
     """AdamW over a DDP model, its state sharded over data-parallel ranks unless configured otherwise.
 
-    Vectors (norms, biases) get no weight decay.
+    Vectors (norms, biases) get no weight decay. Norms and rates are lists of one number, at `slot`; BankOptimizer
+    has one for each adapter.
     """
+
+    slot = 0
 
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
         self._model = model
@@ -67,13 +82,18 @@ class Optimizer:
         self._model.zero_grad_buffer()
         self._whole.zero_grad()
 
-    def grad_norm(self) -> float:
+    @property
+    def joint(self) -> Optimizer:
+        return self
+
+    def grad_norms(self) -> list[float]:
         """Return the norm of the summed gradient over all ranks; the same on each, non-finite if any gradient is."""
         self._whole.prepare_grads()
-        return float(self._whole.get_grad_norm())
+        return [float(self._whole.get_grad_norm())]
 
-    def apply(self, grad_norm: float, lr: float) -> None:
-        """Clip to the config's norm and update the weights; call after grad_norm()."""
+    def apply(self, norms: Sequence[float], rates: Sequence[float | None]) -> None:
+        """Clip to the config's norm and update the weights at this learning rate; call after grad_norms()."""
+        (grad_norm,), (lr,) = norms, rates
         shrink = self._clip / (grad_norm + 1e-6)
         for part in self.parts():
             for group in part.optimizer.param_groups:
@@ -144,6 +164,205 @@ class Optimizer:
                         }
             if is_hybrid:
                 part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+class BankOptimizer:
+    """AdamW over all adapters: each has its own norm, clipping, learning rate, step count and skipped steps.
+
+    With optimizer.distributed the data-parallel ranks divide the columns of a row among themselves. Settings that concern all
+    adapters (distributed, offload) hold if every adapter has the first, any has the second.
+    """
+
+    def __init__(self, bank: Bank, configs: Sequence[OptimizerConfig]) -> None:
+        self.bank, self._clips = bank, [config.grad_clip for config in configs]
+        self.is_distributed = all(config.distributed for config in configs)
+        is_offloaded = any(config.offload for config in configs)
+        self.has_begun = False
+        self.main: dict[bool, Tensor] = {}  # Own columns of the weights in float32.
+        for kind, rows in bank.buffers.items():
+            own = self.own(kind, rows.weights).detach()
+            self.main[kind] = own.to("cpu" if is_offloaded else own.device, torch.float32)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [main[slot] for main in self.main.values()],
+                    "betas": config.betas,
+                    "eps": config.eps,
+                    "weight_decay": config.weight_decay,
+                }
+                for slot, config in enumerate(configs)
+            ],
+            fused=True,
+        )
+        for row in (row for group in self.optimizer.param_groups for row in group["params"]):
+            self.optimizer.state[row] = {  # Checkpoints hold it from the start.
+                "step": torch.tensor(0.0, device=row.device),
+                "exp_avg": torch.zeros_like(row),
+                "exp_avg_sq": torch.zeros_like(row),
+            }
+
+    def own(self, kind: bool, rows: Tensor) -> Tensor:
+        """Return the columns of rows [..., P] whose state this rank has."""
+        group = self.bank.buffers[kind].group
+        return rows.chunk(group.size(), -1)[group.rank()] if self.is_distributed else rows
+
+    def zero_grad(self) -> None:
+        for rows in self.bank.buffers.values():
+            rows.gradients.zero_()
+
+    def finalize(self) -> None:
+        """Sum the gradients over data-parallel ranks, and those of whole matrices over tensor-parallel ranks. Collective."""
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        for kind, rows in self.bank.buffers.items():
+            gradient = rows.gradients
+            if tensor.size() > 1 and rows.num_whole:
+                whole = gradient[:, : rows.num_whole].contiguous()
+                dist.all_reduce(whole, group=tensor)
+                gradient[:, : rows.num_whole] = whole
+            if rows.group.size() == 1:
+                continue
+            if not self.is_distributed:
+                dist.all_reduce(gradient, group=rows.group)
+                continue
+            own = self.own(kind, gradient)
+            for handle in [
+                dist.reduce_scatter_tensor(own[slot], row, group=rows.group, async_op=True)
+                for slot, row in enumerate(gradient)
+            ]:
+                handle.wait()
+
+    def grad_norms(self) -> list[float]:
+        """Return the norm of each adapter's summed gradient over all ranks; the same on each, non-finite if any gradient is."""
+        squares = torch.zeros(len(self._clips), device=self.bank.scales.device)
+        for kind, rows in self.bank.buffers.items():
+            if not self.is_distributed and rows.group.rank():
+                continue  # Another rank counts the same numbers.
+            own = self.own(kind, rows.gradients)
+            first = rows.num_whole if parallel_state.get_tensor_model_parallel_rank() else 0
+            start = rows.group.rank() * own.shape[-1]
+            squares += torch.linalg.vector_norm(own[:, max(0, first - start) :], dim=1).square()
+        dist.all_reduce(squares)
+        norms: list[float] = squares.sqrt().tolist()
+        return norms
+
+    def apply(self, norms: Sequence[float], rates: Sequence[float | None]) -> None:
+        """Clip each adapter to its config's norm and update it at its learning rate; None: it keeps weights and moments.
+
+        Call after grad_norms().
+        """
+        self.has_begun = True
+        updated = [slot for slot, rate in enumerate(rates) if rate is not None]
+        for slot, group in enumerate(self.optimizer.param_groups):
+            shrink = self._clips[slot] / (norms[slot] + 1e-6)
+            for kind, row in zip(self.main, group["params"], strict=True):
+                row.grad = None
+                if slot not in updated:
+                    continue
+                gradient = self.own(kind, self.bank.buffers[kind].gradients)[slot]
+                row.grad = (gradient.mul_(shrink) if shrink < 1 else gradient).to(row.device)
+            group["lr"] = rates[slot]
+        self.optimizer.step()
+        for slot in updated:
+            self._write(slot)
+
+    def _write(self, slot: int) -> None:
+        """Write the float32 numbers to the weights, from all ranks that have a part."""
+        for kind, rows in self.bank.buffers.items():
+            row = rows.weights[slot]
+            own = self.own(kind, row)
+            if own.data_ptr() != self.main[kind][slot].data_ptr():
+                own.copy_(self.main[kind][slot])
+            if self.is_distributed and rows.group.size() > 1:
+                dist.all_gather_into_tensor(row, own, group=rows.group)
+
+
+@dataclass(frozen=True)
+class AdapterOptimizer:
+    """One adapter's part of its base's optimizer, `joint`, which takes the steps of all adapters together."""
+
+    base: FrozenBase
+    slot: int
+
+    @property
+    def joint(self) -> BankOptimizer:
+        assert self.base.optimizer is not None
+        return self.base.optimizer
+
+    @property
+    def bank(self) -> Bank:
+        return self.base.trained
+
+    def parts(self) -> list[BankOptimizer]:
+        return [self.joint]
+
+    def gather_weights(self) -> None:
+        """Do nothing: `apply` gathers them."""
+
+    def reload_weights(self) -> None:
+        """Refresh the float32 copies of bfloat16 weights from the adapter after a load."""
+        for kind, rows in self.bank.buffers.items():
+            self.joint.main[kind][self.slot].copy_(self.joint.own(kind, rows.weights[self.slot]))
+
+    def sharded_state_dict(self, model_state: Any, metadata: dict[str, Any], *, is_loading: bool) -> Any:
+        """Return the state as Megatron's optimizer stores it, whose parameters are the adapter's. Collective."""
+        state = {}
+        for key, rows in self._rows().items():
+            whole = {kind: self._whole(kind, row, is_loading=is_loading) for kind, row in rows.items()}
+            for name, view in self._named_views(whole):
+                state[f"{key}.{name}"] = make_sharded_optimizer_tensor(
+                    model_state[name], view, f"optimizer.state.{key}"
+                )
+        return {"state": state, "param_groups": [{"step": float(self._steps()[0])}]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Any) -> None:
+        self.joint.has_begun, rows_of = True, self._rows()
+        for key, rows in rows_of.items():
+            whole = {
+                kind: torch.zeros_like(buffer.weights[self.slot], dtype=torch.float32)
+                for kind, buffer in self.bank.buffers.items()
+            }
+            for name, view in self._named_views(whole):
+                view.copy_(state["state"][f"{key}.{name}"])
+            for kind, row in rows.items():
+                row.copy_(self.joint.own(kind, whole[kind]))
+        for step in self._steps():
+            step.fill_(state["param_groups"][0]["step"])
+        if len(rows_of) == 2:
+            self.reload_weights()
+
+    def _whole(self, kind: bool, row: Tensor, *, is_loading: bool) -> Tensor:
+        """Return a row [P] from the columns of all ranks; with is_loading empty."""
+        buffer = self.bank.buffers[kind]
+        whole = torch.empty_like(buffer.weights[self.slot], dtype=torch.float32)
+        if is_loading:
+            return whole
+        self.joint.own(kind, whole).copy_(row)
+        if self.joint.is_distributed and buffer.group.size() > 1:
+            dist.all_gather_into_tensor(whole, self.joint.own(kind, whole), group=buffer.group)
+        return whole.cpu()
+
+    def _named_views(self, rows: Mapping[bool, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        adapter = self.bank.adapters[self.slot]
+        names = {weight: name for name, weight in adapter.named_parameters()}
+        for (_, _, weight), view in zip(adapter.matrices(), self.bank.views(adapter, rows), strict=True):
+            yield names[weight], view
+
+    def _rows(self) -> dict[str, dict[bool, Tensor]]:
+        """Return this rank's columns of the float32 weights and the moments, by Megatron's names for them."""
+        optimizer, kinds = self.joint.optimizer, list(self.joint.main)
+        rows = dict(zip(kinds, optimizer.param_groups[self.slot]["params"], strict=True))
+        states = {
+            key: {kind: optimizer.state[row][key] for kind, row in rows.items()} for key in ("exp_avg", "exp_avg_sq")
+        }
+        if self.joint.is_distributed:
+            return {"param": rows, **states}
+        is_copy = next(iter(self.bank.buffers.values())).weights.dtype != torch.float32
+        return {"fp32_param": rows, **states} if is_copy else states
+
+    def _steps(self) -> list[Tensor]:
+        optimizer = self.joint.optimizer
+        return [optimizer.state[row]["step"] for row in optimizer.param_groups[self.slot]["params"]]
 
 
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:

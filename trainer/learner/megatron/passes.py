@@ -6,6 +6,7 @@ results, replay, load = passes.forward_backward(work)     # in each update
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.kl_reward import KlToGo
-from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
+from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Bank
 from marsrl.trainer.learner.megatron.balance import Counts, ExpertLoad, balance_experts, count_experts
 from marsrl.trainer.learner.megatron.context import ContextCut, cut
 from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
@@ -70,31 +70,31 @@ class Work:
 class Model:
     """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
-    trained: the adapters' gradients; (): the module itself is trained, or nothing is. adapter_of: index of each agent's adapter;
-        (): every agent has the first one.
+    bank: has these adapters in its `slots`, ascending; None: no adapters. adapter_of: index among the slots of each agent's
+        adapter; (): every agent has the first one.
     """
 
     module: Any
-    adapters: tuple[Adapter, ...] = ()
-    trained: tuple[DistributedDataParallel, ...] = ()
+    bank: Bank | None = None
+    slots: tuple[int, ...] = ()
     adapter_of: tuple[int, ...] = ()
 
     def active(self, batch: PackedBatch, tensor: int) -> ActiveAdapters | None:
         """Return the adapters of this rank's part of a micro-batch, whose samples are grouped by adapter. tensor: TP size."""
-        if not self.adapters:
+        if self.bank is None:
             return None
-        places = [self.adapter_of[agent] for agent in batch.agents] if self.adapter_of else [0]
-        present = list(dict.fromkeys(places))
-        adapters = tuple(self.adapters[index] for index in present)
-        if len(present) == 1:
-            return ActiveAdapters(adapters)
-        assert places == sorted(places), "samples are not grouped by adapter"
-        last = torch.tensor([len(places) - places[::-1].index(index) for index in present])
+        slots = [self.slots[self.adapter_of[agent]] for agent in batch.agents] if self.adapter_of else [self.slots[0]]
+        assert slots == sorted(slots), "samples are not grouped by adapter"
+        present = slice(slots[0], slots[-1] + 1)
+        if slots[0] == slots[-1]:
+            return ActiveAdapters(self.bank, present)
+        last = torch.tensor([bisect_right(slots, slot) for slot in range(present.start, present.stop)])
         ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
         share = batch.num_tokens // tensor
         first = share * parallel_state.get_tensor_model_parallel_rank()
         own_ends = (ends - first).clamp(0, share)
-        return ActiveAdapters(adapters, *(bounds.diff(prepend=bounds.new_zeros(1)) for bounds in (ends, own_ends)))
+        counts, own = (bounds.diff(prepend=bounds.new_zeros(1)) for bounds in (ends, own_ends))
+        return ActiveAdapters(self.bank, present, counts, own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Passes:
         references = [passes.reference for passes in (self, other)]
         if None in references:
             return references == [None, None]
-        return len({(model.module, len(model.adapters)) for model in references if model is not None}) == 1
+        return len({(model.module, model.bank) for model in references if model is not None}) == 1
 
     def joined(self, others: Sequence[Passes], adapter_of: tuple[int, ...]) -> Passes:
         """Join the passes of policies that share micro-batches: their adapters have one base, and so have their references.
@@ -199,8 +199,6 @@ class Passes:
             batch, loss = next(data)
             return model(batch, loss, self.mpt, self.trained.active(batch, self.layout.tensor)), _loss_of
 
-        if self.trained.trained:
-            self.model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self.trained.trained)
         losses = [
             micro_batch.loss if agent is None else _only_of(agent, micro_batch.loss)
             for micro_batch in work.micro_batches
@@ -368,8 +366,8 @@ class Passes:
 
 
 def _joined(models: Sequence[Model], adapter_of: tuple[int, ...]) -> Model:
-    adapters = tuple(adapter for model in models for adapter in model.adapters)
-    return Model(models[0].module, adapters, tuple(ddp for model in models for ddp in model.trained), adapter_of)
+    slots = tuple(slot for model in models for slot in model.slots)
+    return replace(models[0], slots=slots, adapter_of=adapter_of)
 
 
 def _only_of(agent: int, loss: LossInputs) -> LossInputs:
