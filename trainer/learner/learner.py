@@ -374,36 +374,32 @@ class Together:
         rates = scheduled if lr is None else [lr] * len(learners)
         works = [self.passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
         stats: list[list[StepStats]] = [[] for _ in learners]
+        optimizer, slots = learners[0].optimizer.joint, [learner.optimizer.slot for learner in learners]
         for work in works:
             if not work.micro_batches:
                 for updates_of, rate in zip(stats, rates, strict=True):
                     updates_of.append(empty_update(work.num_agents, rate))
                 continue
             norms = self._agent_grad_norms(work) if by_agent else [()] * len(learners)
-            optimizer = learners[0].optimizer.joint
             optimizer.zero_grad()
             results, replay, load = self.passes.forward_backward(work)
             grad_norms = optimizer.grad_norms()
-            rates_of = list[float | None]([None] * len(grad_norms))
-            for updates_of, learner, agents, rate, of_agents in zip(
-                stats, learners, self.agents, rates, norms, strict=True
-            ):
-                update = update_stats(
-                    work,
-                    results,
-                    grad_norm=grad_norms[learner.optimizer.slot],
-                    lr=rate,
-                    replay=replay,
-                    load=load,
-                    agent_grad_norms=of_agents,
-                    keep=frozenset(keep),
-                    agents=agents,
-                )
-                if update.is_updated:
-                    rates_of[learner.optimizer.slot] = rate
+            own_updates = update_stats(
+                work,
+                results,
+                grad_norms=[grad_norms[slot] for slot in slots],
+                rates=rates,
+                replay=replay,
+                load=load,
+                agent_grad_norms=norms,
+                keep=frozenset(keep),
+                agents=self.agents,
+            )
+            updated = {slot: update.lr for slot, update in zip(slots, own_updates, strict=True) if update.is_updated}
+            if updated:
+                optimizer.apply(grad_norms, [updated.get(slot) for slot in range(len(grad_norms))])
+            for updates_of, update in zip(stats, own_updates, strict=True):
                 updates_of.append(update)
-            if rates_of.count(None) < len(rates_of):
-                optimizer.apply(grad_norms, rates_of)
         return {name: summed(updates_of) for name, updates_of in zip(self.learners, stats, strict=True)}
 
     def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:

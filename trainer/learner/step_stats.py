@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built, after the CPU
     from marsrl.trainer.learner.megatron.passes import MicroBatch, Work
     from marsrl.trainer.learner.megatron.router_replay import ReplayCounts
 
-_SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent.
+_COUNTS = ("gated", "compared", "difference", "k3")
+_SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent, like _COUNTS.
 
 
 @dataclass(frozen=True)
@@ -81,81 +83,95 @@ def update_stats(
     work: Work,
     results: Sequence[HeadResult],
     *,
-    grad_norm: float,
-    lr: float,
+    grad_norms: Sequence[float],
+    rates: Sequence[float],
     replay: ReplayCounts | None,
     load: ExpertLoad | None,
-    agent_grad_norms: tuple[float | None, ...],
+    agent_grad_norms: Sequence[tuple[float | None, ...]],
     keep: frozenset[str],
-    agents: frozenset[int] | None = None,
-) -> StepStats:
-    """Compute the statistics of an update after its backward pass. Collective; the host waits for the device here.
+    agents: Sequence[frozenset[int] | None],
+) -> list[StepStats]:
+    """Compute each policy's statistics of an update after its backward pass. Collective; the host waits for the device here.
 
     results: results of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens to return.
-    agents: agents of one policy, if several policies share the micro-batches; the loss is then over these agents.
+    agents: each policy's agents, if several policies share the micro-batches, and None for the only policy of an update.
     """
     from megatron.core import parallel_state
 
     device, width = training_device(), work.num_agents
-    totals = torch.zeros(5 + len(_SUMS) * width, dtype=torch.float64, device=device)
-    largest = torch.zeros((), dtype=torch.float64, device=device)
+    totals = torch.zeros(1 + len(_COUNTS + _SUMS) * width, dtype=torch.float64, device=device)
+    largest = torch.zeros(width, dtype=torch.float64, device=device)
     # Tensor-parallel ranks see the same micro-batches, so one of them counts. Context-parallel ranks hold parts of a sample.
     counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     counts_samples = counts and parallel_state.get_context_parallel_rank() == 0
     pairs = list(zip(work.micro_batches, results, strict=bool(results)))
     for micro_batch, result in pairs if counts else ():
-        first, biggest = _mismatch(micro_batch.cut.batch, result, counts_samples=counts_samples, agents=agents)
-        of_agents = [result.policy.agent_sums[name].double() for name in METRICS]
-        totals += torch.cat([first, *of_agents, *_nll(micro_batch.cut.batch, result.policy.logprobs, width)])
+        batch, policy = micro_batch.cut.batch, result.policy
+        compared, biggest = _mismatch(batch, result, width, counts_samples=counts_samples)
+        of_agents = [policy.agent_sums[name].double() for name in METRICS]
+        whole_loss = policy.loss.detach().double()[None]
+        totals += torch.cat([whole_loss, *compared, *of_agents, *_nll(batch, policy.logprobs, width)])
         largest = torch.maximum(largest, biggest)
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    loss, gated, compared, difference, k3, *sums = totals.tolist()
-    if agents is not None:
-        sums = [value if i % width in agents else 0.0 for i, value in enumerate(sums)]
-        loss = math.fsum(sums[:width])
-        if not any(sums[_SUMS.index("tokens") * width : (_SUMS.index("tokens") + 1) * width]):
-            return empty_update(width, lr)
+    loss_of_all, *numbers = totals.tolist()
+    biggest_of = largest.tolist()
     raise_bad_values()  # The values are already on the host.
-    is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
-    if agents is not None:
-        whole_batches = (micro_batch.cut.given for micro_batch in work.micro_batches)
-        keep &= {
-            uid
-            for whole_batch in whole_batches
-            for uid, agent in zip(whole_batch.uids, whole_batch.agents)
-            if agent in agents
-        }
-    samples = _samples(pairs, agents, is_applied=is_finite) if counts else []
+    sums = {name: tuple(numbers[i * width : (i + 1) * width]) for i, name in enumerate(_COUNTS + _SUMS)}
+    samples = _samples(pairs) if counts else []
     tokens: list[TrainedTokens] = []
     for micro_batch, result in pairs:
         if not keep.isdisjoint(micro_batch.cut.given.uids):
             sample_tokens = _tokens(micro_batch.cut, result, keep)
             tokens += sample_tokens if counts_samples else []
-    return StepStats(
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        is_skipped=not is_finite,
-        is_empty=False,
-        agent_sums={name: tuple(sums[i * width : (i + 1) * width]) for i, name in enumerate(_SUMS)},
-        gated_samples=round(gated) if math.isfinite(gated) else 0,
-        prob_diff_mean=difference / compared if compared else math.nan,
-        prob_diff_max=float(largest) if compared else math.nan,
-        k3=k3 / compared if compared else math.nan,
-        num_updates=int(is_finite),
-        replay=replay,
-        load=load,
-        agent_grad_norms=agent_grad_norms,
-        tokens=tuple(tokens),
-        samples=tuple(samples),
-    )
+    agent_of = {
+        uid: agent
+        for micro_batch, _ in pairs
+        for uid, agent in zip(micro_batch.cut.given.uids, micro_batch.cut.given.agents)
+    }
+    stats = []
+    for own, grad_norm, lr, norms in zip(agents, grad_norms, rates, agent_grad_norms, strict=True):
+        is_own = [own is None or agent in own for agent in range(width)]
+        own_sums = {
+            name: tuple(value if is_in else 0.0 for value, is_in in zip(sums[name], is_own, strict=True))
+            for name in sums
+        }
+        loss = loss_of_all if own is None else math.fsum(own_sums["loss"])
+        if own is not None and not any(own_sums["tokens"]):
+            stats.append(empty_update(width, lr))
+            continue
+        is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
+        gated, num_compared, difference, k3 = (math.fsum(own_sums.pop(name)) for name in _COUNTS)
+        stats.append(
+            StepStats(
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=lr,
+                is_skipped=not is_finite,
+                is_empty=False,
+                agent_sums=own_sums,
+                gated_samples=round(gated) if math.isfinite(gated) else 0,
+                prob_diff_mean=difference / num_compared if num_compared else math.nan,
+                prob_diff_max=max(itertools.compress(biggest_of, is_own)) if num_compared else math.nan,
+                k3=k3 / num_compared if num_compared else math.nan,
+                num_updates=int(is_finite),
+                replay=replay,
+                load=load,
+                agent_grad_norms=norms,
+                tokens=tuple(each for each in tokens if is_own[agent_of[each.uid]]),
+                samples=tuple(
+                    TrainedSample(uid, num, gap, is_finite) for uid, agent, num, gap in samples if is_own[agent]
+                ),
+            )
+        )
+    return stats
 
 
-def _samples(
-    pairs: Sequence[tuple[MicroBatch, HeadResult]], agents: frozenset[int] | None, *, is_applied: bool
-) -> list[TrainedSample]:
-    """Return the trained parts of these agents' samples (None: of all agents); the host waits for the device once."""
+def _samples(pairs: Sequence[tuple[MicroBatch, HeadResult]]) -> list[tuple[str, int, int, float]]:
+    """Return (uid, agent, trained tokens, sum of their |log p_trainer - log p_rollout|) of the trained parts of all samples.
+
+    The host waits for the device once.
+    """
     batches = [micro_batch.cut.batch for micro_batch, _ in pairs]
     sums = []
     for batch, (_, result) in zip(batches, pairs, strict=True):
@@ -168,37 +184,29 @@ def _samples(
     numbers, gaps_of = torch.cat(sums, 1).tolist() if sums else ([], [])
     uids = [uid for batch in batches for uid in batch.uids]
     agent_of = [agent for batch in batches for agent in batch.agents]
-    return [
-        TrainedSample(uid, round(number), gap, is_applied)
-        for uid, agent, number, gap in zip(uids, agent_of, numbers, gaps_of, strict=True)
-        if number and (agents is None or agent in agents)
-    ]
+    return [each for each in zip(uids, agent_of, map(round, numbers), gaps_of, strict=True) if each[2]]
 
 
 def _mismatch(
-    batch: PackedBatch, result: HeadResult, *, counts_samples: bool, agents: frozenset[int] | None
-) -> tuple[Tensor, Tensor]:
-    """Return [loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
+    batch: PackedBatch, result: HeadResult, num_agents: int, *, counts_samples: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Return gated samples, compared tokens, sum |dp| and sum k3, and the largest |dp|, each [A] float64, by agent.
 
-    All but the loss are for these agents. counts_samples: True on one of the ranks that share a sample.
+    counts_samples: True on one of the ranks that share a sample.
     """
-    zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
-    rows, gate, mask = batch.trained_rows, result.gate, batch.mask
-    if agents is not None:
-        is_own = torch.tensor([agent in agents for agent in batch.agents], device=mask.device)
-        mask = mask & batch.of_tokens(is_own)
-        rows, gate = mask.nonzero()[:, 0], gate & is_own if gate is not None else None
-    gated = gate.sum().double() if counts_samples and gate is not None else zero
-    loss = result.policy.loss.detach().double()
+    zeros = torch.zeros(num_agents, dtype=torch.float64, device=batch.mask.device)
+    gated = zeros
+    if counts_samples and result.gate is not None:
+        gated = zeros.index_add(0, batch.agent_of, result.gate.double())
     if batch.rollout_logprobs is None:
-        return torch.stack([loss, gated, zero, zero, zero]), zero
-    trainer = result.policy.logprobs[rows].double()
-    rollout = batch.rollout_logprobs[rows].double()
-    difference = (trainer.exp() - rollout.exp()).abs()
-    log_ratio = trainer - rollout
-    k3 = (log_ratio.exp() - 1 - log_ratio).sum()
-    biggest = difference.max() if difference.numel() else zero
-    return torch.stack([loss, gated, mask.sum().double(), difference.sum(), k3]), biggest
+        return [gated, zeros, zeros, zeros], zeros
+    rows = batch.trained_rows
+    agent_of = batch.of_tokens(batch.agent_of)[rows]
+    trainer, rollout = result.policy.logprobs[rows].double(), batch.rollout_logprobs[rows].double()
+    difference, log_ratio = (trainer.exp() - rollout.exp()).abs(), trainer - rollout
+    k3 = log_ratio.exp() - 1 - log_ratio
+    sums = [zeros.index_add(0, agent_of, values) for values in (torch.ones_like(k3), difference, k3)]
+    return [gated, *sums], zeros.scatter_reduce(0, agent_of, difference, "amax")
 
 
 def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
