@@ -18,7 +18,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, claim, write_json
-from marsrl.trainer.runs.existing_run import keep_settings, saved_config
+from marsrl.trainer.runs.existing_run import keep_settings, saved_config, settings_in
 from marsrl.trainer.runs.lock import RunLock
 
 EVALUATIONS = Path("evaluations")  # default parent folder of evaluations
@@ -48,6 +48,11 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
             "one (checkpoints/best, checkpoints/step_N)"
         )
     models = exported(source.absolute())
+    for file in RunDirectory(run).configs:  # A resumed run may have added or removed adapters.
+        settings = settings_in(file)
+        if settings is not None and settings.trained_policies.keys() == models.keys():
+            config = file
+            break
     words = [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
     for name, policy in read_config(str(config), (), trains=False)[0].policies.items():
         if policy.adapter is not None:  # the exported model already contains the adapter

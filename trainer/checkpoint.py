@@ -194,6 +194,8 @@ def load_checkpoint(
     names none, resume="auto" stops and names the newest intact one; resume="previous" uses that one and reports how many
     steps are lost. Afterwards `latest` names the restored checkpoint.
 
+    An adapter that the checkpoint lacks stays as it is, and policies without a learner are dropped; both are reported.
+
     Raises CheckpointError, on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
     weights that do not fit the model.
     """
@@ -213,7 +215,12 @@ def load_checkpoint(
         run.mark_latest(step)  # Before training, so that a folder named by `latest` is never replaced.
     folder = run.checkpoint(step)
     meta = json.loads((folder / "meta.json").read_bytes())
+    saved = {path.name for path in (folder / "policies").iterdir()}
+    added, removed = [name for name in learners if name not in saved], sorted(saved - learners.keys())
     for name, learner in learners.items():
+        if name in added and learner.adapter is not None:
+            warn(f"adapter {name} is not in checkpoint {folder}: it begins as in a new run, at version 0")
+            continue
         try:
             learner.load(folder / "policies" / name)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
@@ -224,7 +231,13 @@ def load_checkpoint(
             ) from error
     file = folder / "rollout.msgpack"
     rollout = decode(RolloutState, file.read_bytes()) if file.is_file() else None
-    return Restored(step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
+    if removed:
+        warn(f"{', '.join(removed)} of checkpoint {folder} is not trained any more: its weights are dropped")
+    if rollout is not None and (added or removed):
+        warn("agents may have changed their policies: unfinished problems are dropped, and new ones are drawn")
+        rollout = rollout.without_work()
+    versions = {str(name): int(version) for name, version in meta["versions"].items() if name not in removed}
+    return Restored(step, versions, rollout)
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:

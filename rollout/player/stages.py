@@ -80,6 +80,13 @@ class RolloutState:
     resting: dict[str, Rest] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)  # metrics of decoding since the last batch
 
+    def without_work(self) -> RolloutState:
+        """Return the state between two stages, in which no problem is unfinished or waits to be trained."""
+        num = self.num_batches
+        return RolloutState(
+            {}, num_instances=self.num_instances, num_stages=num, num_batches=num, num_taken=num, resting=self.resting
+        )
+
     def copy(self) -> RolloutState:
         """Return an independent copy. Samples, groups and arrays are immutable, and shared."""
         return replace(

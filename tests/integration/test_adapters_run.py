@@ -4,6 +4,7 @@ and scores what is published.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from scripted_pool import BRIEFLY, engines_are, half_right, on_sevens, opened, r
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeResult, WeightReceipt
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.learner import Together
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
@@ -102,3 +104,27 @@ def test_a_publish_of_adapters_is_one_message_to_engines(words: list[str], tmp_p
         assert sent == [["solver", "verifier"]] * 3
     rows = rows_of(run.directory)
     assert max(row[f"{name}/sync/probe_diff_max"] for row in rows for name in ADAPTERS) < 1e-3  # nats
+
+
+def test_a_run_resumes_with_an_adapter_more_or_less(words: list[str], tmp_path: Path) -> None:
+    longer = [*words, "run.resume=auto"]
+    first = train_here(tmp_path / "more", [*words, "run.steps=1"])
+    shutil.copytree(tmp_path / "more", tmp_path / "fewer")
+    third, model = AdapterConfig(rank=8, targets=("attention",)), read_config(None, words)[0].policies["main"].model
+    more = [
+        *longer, "policies.third={base: main, adapter: {rank: 8, targets: [attention]}, optimizer: {lr: 0.01}}",
+        "agents.verifier2.policy=third",
+    ]  # fmt: skip
+    engines = saying(Path(model or ""), half_right, adapters={**ADAPTERS, "third": third})
+    with engines_are(engines), opened(tmp_path / "more", more) as run:
+        train(run)
+        assert run.versions == {"main": 0, "solver": 2, "verifier": 2, "third": 1}
+    rows = rows_of(first)
+    assert len(rows) == 2 and rows[1]["third/actor/updates"] == 1
+    assert "adapter third is not in checkpoint" in first.warnings.read_text()
+    fewer = [word for word in longer if not word.startswith("policies.verifier=")]
+    with opened(
+        tmp_path / "fewer", [*fewer, "agents.verifier1.policy=solver", "agents.verifier2.policy=solver"]
+    ) as run:
+        train(run)
+        assert run.versions == {"main": 0, "solver": 2}

@@ -260,6 +260,43 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
         assert any(bool(tensor.any()) for n, tensor in mine.items() if "lora_B" in n)
 
 
+@pytest.mark.parametrize("kind", PAIRS)
+def test_another_number_of_adapters_trains_each_as_before(kind: str, tmp_path: Path) -> None:
+    """One that is added, of a larger rank and with other targets, and one that is removed."""
+    model = tiny.save_model(kind, tmp_path / "model")
+    more = {"rank": 12, "alpha": 12, "targets": ["attention"]}
+
+    def third_step(names: str, learners: dict[str, Learner]) -> dict[str, Learner]:
+        for name in names:
+            learners[name].load(tmp_path / name)
+        (group,) = groups(learners, POLICIES)
+        parts = [update_of(batch(2).get(name, [])) for name in learners]
+        group.train_step(scatter(joined(parts), group.shard(64)))
+        return learners
+
+    saved = two(model, kind)
+    (group,) = groups(saved, POLICIES)
+    for number in range(2):
+        group.train_step(scatter(joined([update_of(own) for own in batch(number).values()]), group.shard(64)))
+    for name, policy in saved.items():
+        tiny.save(policy, tmp_path / name)
+    expected = third_step("ab", two(model, kind))
+    settings = {**PAIRS[kind], "c": more}
+    optimizers = {name: {"lr": LR.get(name, 1e-2), "grad_clip": 0.05} for name in settings}
+    objective = [PolicyObjective(kl="k3", kl_coef=0.1)] * 3
+
+    def built(names: str) -> dict[str, Learner]:
+        own = {name: settings[name] for name in names}
+        return tiny.on_one_base(model, own, optimizers, objective=objective)
+
+    three, one = third_step("ab", built("abc")), third_step("a", built("a"))
+    for name in "ab":
+        assert tiny.largest_difference(tiny.weights(three[name]), tiny.weights(expected[name])) < 1e-6
+    assert not any(tensor.any() for name, tensor in tiny.weights(three["c"]).items() if "lora_B" in name)
+    assert tiny.largest_difference(tiny.weights(one["a"]), tiny.weights(expected["a"])) < 1e-4
+    assert tiny.largest_difference(tiny.weights(one["a"]), tiny.weights(saved["a"])) > 1e-3
+
+
 def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> None:
     learners = two(tiny.save_model("qwen3", tmp_path / "model"), "qwen3")
     (group,) = groups(learners, POLICIES)

@@ -181,6 +181,15 @@ def test_batches_count_every_token_even_after_a_restart(name: str, trains_whole:
         again = play(version=2 * life + 2, state=decode(RolloutState, encode(again.stages.snapshot())))
 
 
+def test_a_run_can_go_on_without_its_unfinished_problems() -> None:
+    play = Play(letter_config(overlap=2))
+    play.train(2)
+    state = decode(RolloutState, encode(play.stages.snapshot().without_work()))
+    again = Play(letter_config(overlap=2), version=2, state=state)
+    first = next_batch(again.stages)
+    assert min(group.rollout_id for group in first.groups) == f"{play.stages.state.num_instances + 1:06d}"
+
+
 @pytest.mark.parametrize("overlap", [1, 2, 3])
 def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
     play = Play(letter_config(overlap=overlap))

@@ -14,6 +14,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
@@ -46,8 +47,8 @@ class WordSave:
 
 
 class WordLearner:
-    def __init__(self, word: str = "") -> None:
-        self.word = word
+    def __init__(self, word: str = "", adapter: object = None) -> None:
+        self.word, self.adapter = word, adapter
 
     def begin_save(self, folder: Path, *, copy: bool) -> WordSave:
         return WordSave(folder, self.word)
@@ -124,6 +125,22 @@ def test_a_checkpoint_holds_policies_rollout_and_step(run: RunDirectory) -> None
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)
     assert restored == Restored(12, {"main": 12, "other": 3}, state_after(12))
     assert [learner.word for learner in fresh.values()] == ["a", "b"]
+
+
+def test_a_checkpoint_of_other_adapters_is_loaded(run: RunDirectory) -> None:
+    saved: Any = {"main": WordLearner("a"), "other": WordLearner("b")}
+    state = RolloutState({}, pending=["an ask"], num_instances=7, num_stages=4, num_batches=3, num_taken=2)  # type: ignore[list-item]
+    writer(run).save(12, {"main": 12, "other": 3, "frozen": 0}, saved, replace(state, pending=[]))
+    said, learners = list[str](), {"main": WordLearner(adapter=1), "third": WordLearner("fresh", adapter=1)}
+    restored = load_checkpoint(run, learners, "auto", said.append)  # type: ignore[arg-type]
+    assert [learner.word for learner in learners.values()] == ["a", "fresh"]
+    between = RolloutState({}, num_instances=7, num_stages=3, num_batches=3, num_taken=3)
+    assert restored == Restored(12, {"main": 12, "frozen": 0}, between) and state.without_work() == between
+    assert [
+        "adapter third is not in" in said[0],
+        "other of checkpoint" in said[1],
+        "unfinished problems" in said[2],
+    ] == [True] * 3
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(

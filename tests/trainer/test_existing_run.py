@@ -156,6 +156,17 @@ def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
     assert str(caught.value).endswith("; undo this or start another run")
 
 
+BASE = ["policies.main.model=/models/a", "policies.main.adapter={}"]
+SECOND = ["policies.second={base: main, adapter: {rank: 4}}", "agents.verifier1.policy=second"]
+
+
+@pytest.mark.parametrize(("had", "has"), [(BASE, [*BASE, *SECOND]), ([*BASE, *SECOND], BASE)])
+def test_adapters_of_a_base_may_be_added_and_removed(had: list[str], has: list[str], tmp_path: Path) -> None:
+    run = begun(tmp_path, *had)
+    where, differs = resume_lines(run, settings("run.resume=auto", *has), {})
+    assert "resumes after step 4" in where and "agents.verifier1.policy" in differs
+
+
 def test_a_moved_model_is_accepted_but_not_another_shape(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     moved = init_model("tiny", "bytes", tmp_path / "moved")

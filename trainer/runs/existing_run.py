@@ -117,6 +117,8 @@ def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
     if last is None or not 0 < step < now.run.steps:
         return
     for name, policy in now.trained_policies.items():
+        if name not in last.policies:
+            continue  # An added adapter has a schedule of its own.
         old_optimizer, new_optimizer = last.policies[name].optimizer, policy.optimizer
         before, after = old_optimizer.lr_at(step, last.run.steps), new_optimizer.lr_at(step, now.run.steps)
         if math.isclose(before, after, rel_tol=1e-9):
@@ -154,14 +156,21 @@ def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
 
 
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
-    """Yield changed settings that are incompatible with the checkpoint, each with both values."""
+    """Yield changed settings that are incompatible with the checkpoint, each with both values.
+
+    Adapters of a base may be added and removed, and agents may then change to an added one, or from a removed one.
+    """
     for key in ("task", "orchestration"):
         if getattr(saved, key) != getattr(now, key):
             yield _both(key, getattr(saved, key), getattr(now, key))
-    if saved.policies.keys() != now.policies.keys():
+    added = {name: policy for name, policy in now.policies.items() if name not in saved.policies}
+    removed = {name: policy for name, policy in saved.policies.items() if name not in now.policies}
+    if any(policy.base is None for policy in (*added.values(), *removed.values())):
         yield _both("policies", ", ".join(saved.policies), ", ".join(now.policies))
         return
     for name, policy in now.policies.items():
+        if name in added:
+            continue
         before = saved.policies[name]
         for key in _OF_CHECKPOINTS if not (before.frozen and policy.frozen) else ():
             old_value, new_value = map(attrgetter(key), (before, policy))
@@ -176,8 +185,9 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
         if not policy.frozen and (shape_differences := _other_shape(before, policy)):
             yield f"policies.{name}.model ({shape_differences})"
     for name, agent in now.agents.items():
-        if name in saved.agents and saved.agents[name].policy != agent.policy:
-            yield _both(f"agents.{name}.policy", saved.agents[name].policy, agent.policy)
+        before_policy = saved.agents[name].policy if name in saved.agents else agent.policy
+        if before_policy != agent.policy and before_policy not in removed and agent.policy not in added:
+            yield _both(f"agents.{name}.policy", before_policy, agent.policy)
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
