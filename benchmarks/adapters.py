@@ -39,7 +39,7 @@ def train_and_publish(model: Path, number: int, vocab_size: int, rank: int, cloc
     from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
     from marsrl.trainer.learner.learner import Learner, groups
     from marsrl.trainer.weights.comparison import CheckedEngines
-    from marsrl.trainer.weights.sync import AdapterSync, publish_together
+    from marsrl.trainer.weights.sync import AdapterSync, publish
 
     names = [f"adapter{i}" for i in range(number)]
     adapter = AdapterConfig(rank=rank, alpha=2 * rank, targets=("attention",))
@@ -81,7 +81,7 @@ def train_and_publish(model: Path, number: int, vocab_size: int, rank: int, cloc
         trained_s = time.process_time() - begin
         seconds = clock.seconds() if parts else {}
         begin = time.process_time()
-        publish_together(group, syncs, dict.fromkeys(names, version))
+        publish(learners, syncs, dict.fromkeys(names, version), group=group)
         published_s = time.process_time() - begin
         return {**seconds, "step": trained_s, "publish": published_s, "step + publish": trained_s + published_s}
 

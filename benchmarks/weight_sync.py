@@ -2,7 +2,6 @@
 
     python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
                                      [--changed 0.008 0.045 0.2]
-    python benchmarks/weight_sync.py --adapters 1 5 32      # CPU seconds of a publish of so many adapters of one tiny base
 
 The engine is our local one in its own process, with one thread on each side. Backends publish in turn. Without CUDA the CPU twins
 are measured instead of the backends: gloo (TCP over loopback) for nccl, and a file in /dev/shm that both processes map for ipc.
@@ -203,74 +202,6 @@ def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> lis
     return rows
 
 
-def measure_adapters(most: int, numbers: list[int], repeats: int) -> None:
-    """Print CPU and wall-clock seconds of publishing adapters one by one, and together, with a local engine in this process."""
-    from statistics import median
-
-    import torch
-
-    from marsrl.kernels import PolicyObjective
-    from marsrl.rollout.adapter import AdapterConfig
-    from marsrl.rollout.engines.local.engine import LocalEngine
-    from marsrl.rollout.engines.protocol import EngineSpec
-    from marsrl.rollout.model_shape import read_shape
-    from marsrl.rollout.pool.pool import EnginePool
-    from marsrl.rollout.pool.replicas import LocalReplicas
-    from marsrl.trainer.config import MptConfig, PolicyConfig
-    from marsrl.trainer.learner.learner import Learner, groups
-    from marsrl.trainer.models.init_model import init_model
-    from marsrl.trainer.weights.comparison import CheckedEngines
-    from marsrl.trainer.weights.sync import AdapterSync, publish_together
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = init_model("tiny", "bytes", Path(folder) / "model")
-        adapter = AdapterConfig(rank=8, targets=("attention",))
-        names = [f"adapter{i}" for i in range(most)]
-        policy = PolicyConfig.model_validate(
-            {"model": str(model), "base": "main", "adapter": adapter.model_dump(), "dtype": "float32"}
-        )
-        learners: dict[str, Learner] = {}
-        for name in names:
-            base = next((each.base for each in learners.values()), None)
-            objectives = [PolicyObjective()] * most
-            learners[name] = Learner(
-                policy, model, objectives=objectives, mpt=MptConfig(), total_steps=1, seed=0, base=base
-            )
-            trained = learners[name].adapter
-            assert trained is not None
-            with torch.no_grad():
-                for part, weight in trained.named_parameters():
-                    if "lora_B" in part:
-                        weight.normal_(std=0.02)
-        engine = LocalEngine(EngineSpec("local", str(model), "float32", 2048, adapters=dict.fromkeys(names, adapter)))
-        pool, vocab_size = EnginePool(LocalReplicas([engine])), read_shape(model).vocab_size
-        syncs = {}
-        for name in names:
-            engines = CheckedEngines(pool, vocab_size=vocab_size, adapter=name)
-            syncs[name] = AdapterSync(engines, torch.float32, base=str(model), adapter=adapter)
-        version = 0
-        for number in numbers:
-            own = names[:number]
-            (group,) = groups({name: learners[name] for name in own}, own)
-            for is_together in (False, True)[: min(number, 2)]:
-                seconds = []
-                for _ in range(repeats + 1):
-                    version += 1
-                    cpu, wall = time.process_time(), time.perf_counter()
-                    if is_together:
-                        publish_together(group, {name: syncs[name] for name in own}, dict.fromkeys(own, version))
-                    else:
-                        for name in own:
-                            syncs[name].publish(learners[name], version)
-                    seconds.append((time.process_time() - cpu, time.perf_counter() - wall))
-                cpu, wall = (median(each) for each in zip(*seconds[1:], strict=True))  # The first one warms up.
-                print(
-                    f"{number} adapters, {'together' if is_together else 'one by one'}: {cpu:.3f} CPU s, {wall:.3f} s"
-                )
-        for sync in syncs.values():
-            sync.close()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
@@ -302,9 +233,6 @@ def main() -> int:
     from marsrl.trainer.machine import commit, device_name
 
     torch.set_num_threads(1)
-    if options.adapters:
-        measure_adapters(max(options.adapters), options.adapters, options.repeats)
-        return 0
     slow = library.why_no_cpu_library()
     print(f"Qwen3-MoE, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
     medians: list[Row] = []

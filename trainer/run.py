@@ -40,7 +40,7 @@ from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
-from marsrl.trainer.weights.sync import AdapterSync, Standby, SyncReport, WeightSync, publish_together
+from marsrl.trainer.weights.sync import Standby, SyncReport, WeightSync, publish
 
 _FEWEST_JUDGED = 20  # fewest answers, over one or more steps, for a meaningful share of missing judgements
 _NO_GRADIENT = "no sample had a gradient"
@@ -365,13 +365,8 @@ class Run:
         driver, during = self.driver, self.standby.during
         adapters = policies if driver is not None and policies[0] in driver.team.adapters else None
         at_rest = nullcontext() if driver is None else driver.rollout.resting(self.versions, adapters)
-        syncs = {policy: sync for policy in policies if isinstance(sync := self.syncs[policy], AdapterSync)}
-        if len(policies) > 1:
-            reports = publish_together(group, syncs, self.versions, at_rest, during) or {}
-        else:
-            (policy,) = policies
-            report = self.syncs[policy].publish(self.learners[policy], self.versions[policy], at_rest, during)
-            reports = {} if report is None else {policy: report}
+        syncs = {policy: self.syncs[policy] for policy in policies}
+        reports = publish(self.learners, syncs, self.versions, at_rest, during, group) or {}
         for policy, report in reports.items():
             self._note_publish(policy, report)
 

@@ -356,9 +356,9 @@ def test_of_adapters_compared_together_a_wrong_one_is_named(served: Served) -> N
     def compared(**of: str) -> list[Compared]:
         return [Compared(engines[name], scores(served.folders[whose]), 7, False) for name, whose in of.items()]
 
-    assert [each.num_tokens for each in CheckedEngines.compare_together(compared(a="a", b="b"))] == [160, 160]
+    assert [each.num_tokens for each in CheckedEngines.compare(compared(a="a", b="b"))] == [160, 160]
     with pytest.raises(RuntimeError, match="adapter b, version 7: trainer and engine 0 disagree on the probe"):
-        CheckedEngines.compare_together(compared(a="a", b="a"))
+        CheckedEngines.compare(compared(a="a", b="a"))
 
 
 @pytest.mark.parametrize("served", ["local qwen3", "vllm qwen3"], indirect=True)

@@ -92,9 +92,7 @@ def sequence_scores(
 
 
 def scores_together(group: Together, names: Collection[str], engines: Precision) -> dict[str, TrainerScores]:
-    """Return trainer_scores of these policies of the group. Several policies share two passes. Collective."""
-    if len(names) == 1:
-        return {name: trainer_scores(group.learners[name], engines) for name in names}
+    """Return trainer_scores of these policies of the group, which share two passes. Collective."""
     first = next(iter(group.learners.values()))
     sequences = comparison_sequences(first.vocab_size)[:_NUM_OF_EACH]
     places = [place for place, name in enumerate(group.learners) if name in names]
@@ -308,22 +306,17 @@ class CheckedEngines:
                     f"sent: {len(wrong)} of {sum(map(len, expected))} tensors differ, first {'; '.join(wrong[:3])}"
                 )
 
-    def compare(self, scores: TrainerScores, version: int, *, bare: bool = False) -> ComparisonReport:
-        """Compare the engines' log-probs with the trainer's; RuntimeError if they differ by more than rounding.
-
-        bare: True if the engines score without the adapter.
-        """
-        of_engines = self.pool.score(self._sequences, "" if bare else self.adapter)
-        return self._comparison.compare(scores, of_engines, version)
-
     @staticmethod
-    def compare_together(asked: Sequence[Compared]) -> list[ComparisonReport]:
-        """Compare several adapters of one pool, each as `compare` does, with one call to the engines."""
+    def compare(asked: Sequence[Compared]) -> list[ComparisonReport]:
+        """Compare the engines' log-probs with the trainer's, of each adapter or of the weights, in one call to the engines.
+
+        Raises RuntimeError if they differ by more than rounding.
+        """
         first = asked[0]
         num = len(first.scores.logprobs)
         names = [each.engines.adapter for each in asked] + [""] * any(each.is_bare for each in asked)
         sequences = first.engines._sequences[:num] * len(names)
-        of_engines = first.engines.pool.score(sequences, np.repeat(names, num).tolist())
+        of_engines = first.engines.pool.score(sequences, np.repeat(names, num).tolist() if len(names) > 1 else names[0])
         reports = []
         for each in asked:
             for name in ("", each.engines.adapter) if each.is_bare else (each.engines.adapter,):
@@ -336,7 +329,7 @@ class CheckedEngines:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One of several adapters to compare together. is_bare: True if the adapter has no effect yet: engines score without it."""
+    """Adapter, or weights, to compare. is_bare: an adapter without effect, so the bare weights must give the same log-probs."""
 
     engines: CheckedEngines
     scores: TrainerScores

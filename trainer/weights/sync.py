@@ -1,6 +1,6 @@
 """Weight sync from the trainer to every engine, and its verification: one WeightSync per policy, on every rank.
 
-    Run.publish -> WeightSync.publish(learner, version)       every rank, after an update; rank 0 has the engines
+    Run.publish -> publish(learners, syncs, versions)         every rank, after an update; rank 0 has the engines
         trainer_scores                  the trainer's log-probs of fixed tokens, if a comparison is due     (comparison.py)
         _prepare                        files are written while the engines still decode
         _deliver                        the engines load the weights, idle or without requests of the adapter
@@ -17,7 +17,7 @@ The path of one tensor (all but both ends are in rollout/weights):
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
-Adapters of one base that change in one step are one publish: publish_together.
+Adapters of one base that change in one step are one publish.
 
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption in transfer can cost
 weeks, so every check runs on every publish; only the comparison has an interval.
@@ -156,6 +156,7 @@ class WeightSync(ABC):
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
+        self._is_bare = False  # True if an adapter's B is 0, so the trainer's scores equal those of the bare model.
         self._precision = precision or Precision(dtype)
 
     def publish(
@@ -163,52 +164,11 @@ class WeightSync(ABC):
         learner: Learner,
         version: int,
         engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
-        standing_by: StandingBy[SyncReport] | None = None,
+        standing_by: StandingBy[dict[str, SyncReport]] | None = None,
     ) -> SyncReport | None:
-        """Send the learner's weights to every engine as `version` and verify them. Collective; returns None except on rank 0.
-
-        engines_at_rest: on rank 0, entered when the engines can load the weights. Engines stay idle inside the block; it exits
-            once the new weights are verified.
-        standing_by: runs rank 0's work while the other ranks send weights to engines that replace lost ones
-            (Standby.during). None: lost engines are not replaced.
-
-        Raises:
-            RuntimeError: the weights did not arrive, an engine's weights differ from those sent (the tensors are
-                named), or trainer and engine disagree on the log-probs (comparison.py).
-            ValueError: tensors of the model are missing.
-        """
-        start, seconds_of = time.perf_counter(), dict[str, float]()
-        scores: TrainerScores | None = None
-        if version % self._verify_every == 0:
-            with timed_part(seconds_of, "scores"):
-                scores = trainer_scores(learner, self._precision)
-        self._prepare(learner, version, seconds_of)
-        with engines_at_rest:
-            barrier()  # Rank 0 may have waited a while for the engines.
-            with timed_part(seconds_of, "load"):
-                delivered = self._deliver(learner, version)
-
-            def proven() -> SyncReport:
-                """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
-                assert self._engines is not None and delivered is not None, "of rank 0"
-                _part_load(seconds_of, [delivered])
-                self._engines.check(delivered.expected, delivered.receipts, version)
-                comparison: ComparisonReport | None = None
-                if scores is not None:
-                    with timed_part(seconds_of, "probe"):
-                        comparison = self._compare(self._engines, scores, version)
-                seconds = time.perf_counter() - start
-                return SyncReport(
-                    version, seconds, delivered.num_bytes, comparison, seconds_of, self.is_direct,
-                    len(delivered.receipts), len(delivered.expected), digest(delivered.expected), delivered.changed_share,
-                )  # fmt: skip
-
-            if standing_by is not None:
-                report = standing_by(proven)
-            else:
-                report = proven() if rank() == 0 else None
-        self._settle()
-        return report
+        """Publish only this policy, as `publish` below. Collective; returns None except on rank 0."""
+        reports = publish({"": learner}, {"": self}, {"": version}, engines_at_rest, standing_by)
+        return None if reports is None else reports[""]
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the current weights to one engine again. Collective; never called when weights come from a file.
@@ -223,10 +183,6 @@ class WeightSync(ABC):
     @abstractmethod
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         """Transfer the weights on every rank, while the engines are idle; return, on rank 0, what each engine now holds."""
-
-    def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
-        """Compare log-probs on rank 0, if a comparison is due."""
-        return engines.compare(scores, version)
 
     def _settle(self) -> None:  # noqa: B027
         """Clean up on every rank, once the version is verified."""
@@ -265,17 +221,9 @@ class FileSync(WeightSync):
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         if self._engines is None or self._written is None:
             return None
-        receipts = self._load(self._engines, str(self._written.folder), version)
-        return self._delivered(self._engines, self._written, receipts)
-
-    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
-        return engines.pool.update_weights(WeightUpdate(folder, version))
-
-    def _delivered(
-        self, engines: CheckedEngines, written: WrittenWeights, receipts: Sequence[WeightReceipt]
-    ) -> Delivered:
-        by_engine = dict(zip(engines.pool.engines, receipts, strict=True))
-        return Delivered(written.expected, by_engine, written.num_bytes)
+        pool, written = self._engines.pool, self._written
+        receipts = pool.update_weights(WeightUpdate(str(written.folder), version))
+        return Delivered(written.expected, dict(zip(pool.engines, receipts, strict=True)), written.num_bytes)
 
     def _settle(self) -> None:
         """Remove the previous version, which is kept until the new one is verified."""
@@ -301,7 +249,6 @@ class AdapterSync(FileSync):
         super().__init__(engines, dtype, **common)
         self._base, self._shape, self._adapter = base, read_shape(base), adapter
         self._numbers = itertools.count()
-        self._is_bare = False  # True if B is 0, so the trainer's scores equal those of the bare model.
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Gather the tensors from all ranks; rank 0 writes them."""
@@ -345,14 +292,8 @@ class AdapterSync(FileSync):
         shards = (held_by_shard(self._shape, self._adapter, tensors, self._dtype, s) for s in engines.shards_of_each)
         return [{name: checksum(tensor) for name, tensor in of_shard} for of_shard in shards]
 
-    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
-        (receipts,) = engines.pool.update_adapters([AdapterUpdate(engines.adapter, folder, version)])
-        return receipts
-
-    def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
-        if self._is_bare:
-            engines.compare(scores, version, bare=True)
-        return super()._compare(engines, scores, version)
+    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
+        return _deliver_together({"": self}, {"": version}).get("")
 
 
 class DirectSync(WeightSync):
@@ -543,17 +484,30 @@ class Standby:
         return self._syncs[policy].send_again(self._learners[policy], self._versions[policy], engine)
 
 
-def publish_together(
-    group: Together,
-    syncs: Mapping[str, AdapterSync],
+def publish(
+    learners: Mapping[str, Learner],
+    syncs: Mapping[str, WeightSync],
     versions: Mapping[str, int],
     engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
     standing_by: StandingBy[dict[str, SyncReport]] | None = None,
+    group: Together | None = None,
 ) -> dict[str, SyncReport] | None:
-    """Publish several adapters of one base, each as `publish` does, with one message to the engines and shared passes.
+    """Send policies' weights to every engine and verify them: a single policy, or several adapters of one base.
 
-    syncs: of the group's policies to publish. engines_at_rest: entered once for all. Collective; returns each policy's report,
-    None except on rank 0. Raises as `publish`.
+    Several adapters share one message to the engines, and passes over the probe. Collective; returns each policy's report, None
+    except on rank 0.
+
+    syncs: of the policies to publish. versions: of these policies, and maybe of others.
+    engines_at_rest: on rank 0, entered when the engines can load the weights. Engines stay idle inside the block; it exits
+        once the new weights are verified.
+    standing_by: runs rank 0's work while the other ranks send weights to engines that replace lost ones
+        (Standby.during). None: lost engines are not replaced.
+    group: of the adapters, if there are several.
+
+    Raises:
+        RuntimeError: the weights did not arrive, an engine's weights differ from those sent (the tensors are
+            named), or trainer and engine disagree on the log-probs (comparison.py).
+        ValueError: tensors of the model are missing.
     """
     start, seconds_of = time.perf_counter(), dict[str, float]()
     seconds_of_each: dict[str, dict[str, float]] = {name: {} for name in syncs}
@@ -561,29 +515,45 @@ def publish_together(
     due = [name for name, sync in syncs.items() if versions[name] % sync._verify_every == 0]
     if due:
         with timed_part(seconds_of, "scores"):
-            scores = scores_together(group, due, syncs[due[0]]._precision)
+            precision = syncs[due[0]]._precision
+            if len(due) == 1:
+                scores = {due[0]: trainer_scores(learners[due[0]], precision)}
+            else:
+                assert group is not None, "several policies are adapters of a group"
+                scores = scores_together(group, due, precision)
     for name, sync in syncs.items():
-        sync._prepare(group.learners[name], versions[name], seconds_of_each[name])
+        sync._prepare(learners[name], versions[name], seconds_of_each[name])
     with engines_at_rest:
         barrier()  # Rank 0 may have waited a while for the engines.
         with timed_part(seconds_of, "load"):
-            delivered = _deliver_together(syncs, versions)
+            delivered: dict[str, Delivered] = {}
+            if len(syncs) > 1:
+                delivered = _deliver_together(syncs, versions)
+            else:
+                ((name, sync),) = syncs.items()
+                if (only := sync._deliver(learners[name], versions[name])) is not None:
+                    delivered = {name: only}
 
         def proven() -> dict[str, SyncReport]:
-            """Verify, on rank 0, the weights and log-probs of every adapter on every engine."""
+            """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
+            assert delivered, "of rank 0"
             _part_load(seconds_of, list(delivered.values()))
+            asked = {}
             for name, sync in syncs.items():
-                assert sync._engines is not None, "of rank 0"
+                assert sync._engines is not None
                 sync._engines.check(delivered[name].expected, delivered[name].receipts, versions[name])
+                if name in scores:
+                    asked[name] = Compared(sync._engines, scores[name], versions[name], sync._is_bare)
             compared: dict[str, ComparisonReport] = {}
-            if scores:
+            if asked:
                 with timed_part(seconds_of, "probe"):
-                    compared = _compare_together(syncs, scores, versions)
+                    compared = dict(zip(asked, CheckedEngines.compare(list(asked.values())), strict=True))
             seconds = time.perf_counter() - start
             return {
                 name: SyncReport(
                     versions[name], seconds, each.num_bytes, compared.get(name), seconds_of_each[name] | seconds_of,
-                    False, len(each.receipts), len(each.expected), digest(each.expected),
+                    syncs[name].is_direct, len(each.receipts), len(each.expected), digest(each.expected),
+                    each.changed_share,
                 )
                 for name, each in delivered.items()
             }  # fmt: skip
@@ -597,37 +567,23 @@ def publish_together(
     return reports
 
 
-def _deliver_together(syncs: Mapping[str, AdapterSync], versions: Mapping[str, int]) -> dict[str, Delivered]:
+def _deliver_together(syncs: Mapping[str, WeightSync], versions: Mapping[str, int]) -> dict[str, Delivered]:
     """Have the engines load all adapters; return, on rank 0, what each engine now holds of each adapter."""
     prepared = {
         name: (sync._engines, sync._written)
         for name, sync in syncs.items()
-        if sync._engines is not None and sync._written is not None
+        if isinstance(sync, AdapterSync) and sync._engines is not None and sync._written is not None
     }
     if not prepared:
         return {}
-    updates = [AdapterUpdate(name, str(written.folder), versions[name]) for name, (_, written) in prepared.items()]
     pool = next(engines.pool for engines, _ in prepared.values())
-    receipts = pool.update_adapters(updates)
+    receipts = pool.update_adapters(
+        [AdapterUpdate(each.adapter, str(written.folder), versions[name]) for name, (each, written) in prepared.items()]
+    )
     return {
-        name: syncs[name]._delivered(engines, written, of_adapter)
-        for (name, (engines, written)), of_adapter in zip(prepared.items(), receipts, strict=True)
+        name: Delivered(written.expected, dict(zip(pool.engines, of_adapter, strict=True)), written.num_bytes)
+        for (name, (_, written)), of_adapter in zip(prepared.items(), receipts, strict=True)
     }
-
-
-def _compare_together(
-    syncs: Mapping[str, AdapterSync], scores: Mapping[str, TrainerScores], versions: Mapping[str, int]
-) -> dict[str, ComparisonReport]:
-    """Compare, on rank 0, the log-probs of those adapters that have scores."""
-    asked = [
-        Compared(engines, scores[name], versions[name], sync._is_bare)
-        for name, sync in syncs.items()
-        if name in scores and (engines := sync._engines) is not None
-    ]
-    if len(asked) == 1:
-        ((name, of_one),) = scores.items()
-        return {name: syncs[name]._compare(asked[0].engines, of_one, versions[name])}
-    return dict(zip(scores, CheckedEngines.compare_together(asked), strict=True))
 
 
 def _part_load(seconds_of: dict[str, float], delivered: Sequence[Delivered]) -> None:
