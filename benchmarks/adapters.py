@@ -1,6 +1,6 @@
 """CPU seconds of a step of N adapters on one base, and of their publish, at equal tokens.
 
-    python benchmarks/adapters.py [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8]
+    python benchmarks/adapters.py [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8] [--verify-every 1]
 
 The same sequences are dealt out to N agents, each with an adapter of attention. The publish goes to a local engine in this
 process, which uses one thread. In each turn every N takes a step and publishes; the first turn is left out. The median, the
@@ -22,7 +22,9 @@ from typing import Any
 PARTS = ("forward", "backward", "optimizer", "rest", "step", "publish", "step + publish")
 
 
-def train_and_publish(model: Path, number: int, vocab_size: int, rank: int, clock: Any, sequences: list[Any]) -> Any:
+def train_and_publish(
+    model: Path, number: int, vocab_size: int, rank: int, clock: Any, sequences: list[Any], verify_every: int
+) -> Any:
     """Return a function that takes a step of `number` adapters and publishes them; it returns the seconds of each part.
 
     Without sequences it only publishes.
@@ -61,9 +63,10 @@ def train_and_publish(model: Path, number: int, vocab_size: int, rank: int, cloc
     engine = LocalEngine(EngineSpec("local", str(model), "float32", 2048, adapters=dict.fromkeys(names, adapter)))
     pool, (group,) = EnginePool(LocalReplicas([engine])), groups(learners, names)
     syncs = {}
-    for name in names:
+    for turn_of, name in enumerate(names):
         engines = CheckedEngines(pool, vocab_size=vocab_size, adapter=name)
-        syncs[name] = AdapterSync(engines, torch.float32, base=str(model), adapter=adapter)
+        common: dict[str, Any] = {"verify_every": verify_every, "turn": turn_of}
+        syncs[name] = AdapterSync(engines, torch.float32, base=str(model), adapter=adapter, **common)
     dealt = [replace(sequence, agent=i % number, advantage=1.0 - i % 2 * 2) for i, sequence in enumerate(sequences)]
     parts = []
     for agent in range(number if dealt else 0):
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench", help="shape of the random base")
     parser.add_argument("--sequences", type=int, default=64, help="0: no steps, only publishes")
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--verify-every", type=int, default=1, help="publishes between probes of an adapter")
     options = parser.parse_args()
     import torch
     from part_clock import PartClock
@@ -113,7 +117,7 @@ def main() -> None:
         sequences = batch(replace(PROBLEMS["bench"], vocab_size=vocab_size))[: options.sequences]
         print(f"{sum(sequence.num_tokens for sequence in sequences)} tokens, adapters of rank {options.rank}")
         turns = {
-            number: train_and_publish(model, number, vocab_size, options.rank, clock, sequences)
+            number: train_and_publish(model, number, vocab_size, options.rank, clock, sequences, options.verify_every)
             for number in options.adapters
         }
         seconds: dict[int, dict[str, list[float]]] = {number: defaultdict(list) for number in turns}

@@ -168,6 +168,7 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
         precision = Precision(dtype, _FP8.get(vllm.kv_cache_dtype), _FP8.get(vllm.quantization or ""))
     common: dict[str, Any] = {"verify_every": sync.verify_every, "precision": precision}
     if adapter is not None:
+        common["turn"] = list(config.trained_policies).index(policy)
         return AdapterSync(engines, dtype, base=model_dir, adapter=adapter, directory=sync.directory, **common)
     if sync.backend == "shm":
         return FileSync(engines, dtype, directory=sync.directory, **common)

@@ -103,6 +103,12 @@ def test_publishes_are_timed_and_every_second_one_is_probed(sync, tensors, given
     assert reports[0].metrics["sync/direct"] == 0
 
 
+def test_policies_are_probed_in_turn_and_all_at_first():
+    turns = [FileSync(None, torch.float32, verify_every=3, turn=turn) for turn in range(4)]
+    due = ["".join(str(turn) for turn, each in enumerate(turns) if each.is_due(version)) for version in range(5)]
+    assert due == ["0123", "1", "2", "03", "1"]
+
+
 def test_a_broken_transfer_is_retried_once_and_reconnects(direct, engine, tensors, given):
     engine.num_broken = 1
     report = direct.publish(given(tensors), 1)

@@ -175,7 +175,10 @@ class SyncConfig(Settings):
     """nccl, ipc: seconds without progress of a transfer after which an engine counts as lost"""
     directory: str | None = None
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
-    verify_every: Count = Field(1, description="versions between probe comparisons; checksums are compared every time")
+    verify_every: Count = Field(
+        1,
+        description="versions between probe comparisons, which adapters take in turn; checksums are compared every time",
+    )
 
     def why_not(self, rollout: RolloutConfig) -> Iterator[str]:
         """Yield why the backend cannot reach engines with this placement."""

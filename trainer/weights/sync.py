@@ -147,15 +147,17 @@ class WeightSync(ABC):
         dtype: torch.dtype,
         *,
         verify_every: int = 1,
+        turn: int = 0,
         precision: Precision | None = None,
     ) -> None:
         """Prepare to publish; `engines` is None on ranks other than 0.
 
         dtype: compute dtype of the engines.
         verify_every: number of versions from one comparison to the next.
+        turn: a version that is compared, so that policies can take turns. Version 0 is compared for all.
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
-        self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
+        self._engines, self._dtype, self._verify_every, self._turn = engines, dtype, verify_every, turn
         self._is_bare = False  # True if an adapter's B is 0, so the trainer's scores equal those of the bare model.
         self._precision = precision or Precision(dtype)
 
@@ -169,6 +171,10 @@ class WeightSync(ABC):
         """Publish only this policy, as `publish` below. Collective; returns None except on rank 0."""
         reports = publish({"": learner}, {"": self}, {"": version}, engines_at_rest, standing_by)
         return None if reports is None else reports[""]
+
+    def is_due(self, version: int) -> bool:
+        """Return True if this version is compared."""
+        return version == 0 or version % self._verify_every == self._turn % self._verify_every
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the current weights to one engine again. Collective; never called when weights come from a file.
@@ -512,7 +518,7 @@ def publish(
     start, seconds_of = time.perf_counter(), dict[str, float]()
     seconds_of_each: dict[str, dict[str, float]] = {name: {} for name in syncs}
     scores: dict[str, TrainerScores] = {}
-    due = [name for name, sync in syncs.items() if versions[name] % sync._verify_every == 0]
+    due = [name for name, sync in syncs.items() if sync.is_due(versions[name])]
     if due:
         with timed_part(seconds_of, "scores"):
             precision = syncs[due[0]]._precision
