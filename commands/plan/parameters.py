@@ -107,7 +107,8 @@ def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[Adapt
     """Count the numbers in A and B of all these adapters on one rank of any pipeline stage.
 
     q, k, v, gate, up: r in [A, whole] + out r / TP [B]; o, down: r in / TP [A] + out r [B, whole]; expert: r (in + out) / EP.
-    Adapters are stored together, so that each has the place of all targets, at the largest rank.
+    Adapters are stored together: each has a place for all matrices of attention and MLP, and those with experts for theirs, at
+    the largest rank.
     """
     largest: dict[str, tuple[int, int, int]] = {}
     for adapter in adapters:
@@ -121,5 +122,6 @@ def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[Adapt
             dense += rank * (into // layout.tensor + out)
         else:
             dense += rank * (into + out // layout.tensor)
-    num = len(adapters) * (shape.num_layers // layout.pipeline)
-    return RankElements(num * dense, num * expert // layout.expert)
+    num_layers = shape.num_layers // layout.pipeline
+    num_of_experts = sum("experts" in adapter.targets for adapter in adapters)
+    return RankElements(num_layers * dense * len(adapters), num_layers * expert * num_of_experts // layout.expert)

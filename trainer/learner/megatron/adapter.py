@@ -132,11 +132,11 @@ class FrozenBase:
         active = self.model.active
         if active is None or not active.adapt(prefix + names[0]):
             return None
-        assert active.counts is None, "experts' rows are not sorted by adapter"
-        slot = active.slots.start
-        low = active.scaled(_product(rows, active.bank, prefix + names[0], "A", slot, counts))
+        assert active.slots.stop == active.slots.start + 1, "experts' rows are not sorted by adapter"
+        bank, row = active.bank, active.bank.buffers[True].slots.index(active.slots.start)
+        low = active.scaled(_product(rows, bank, prefix + names[0], "A", row, counts))
         parts = zip(low.chunk(len(names), -1), names, strict=True)
-        return torch.cat([_product(part, active.bank, prefix + name, "B", slot, counts) for part, name in parts], -1)
+        return torch.cat([_product(part, bank, prefix + name, "B", row, counts) for part, name in parts], -1)
 
 
 class Pair(nn.Module):
@@ -149,13 +149,14 @@ class Pair(nn.Module):
 
 @dataclass(eq=False)
 class Rows:
-    """Buffer of the matrices that are summed over one group: [N, P], a row for each adapter.
+    """Buffer of the matrices that are summed over one group: [N, P], a row for each of the adapters in `slots`.
 
     places: {place: (offset in a row, shape)}. num_whole: leading numbers of a row that every tensor-parallel rank has.
     group: data-parallel ranks. gradients: [N, P] float32; empty if nothing is trained.
     """
 
     weights: Tensor
+    slots: Sequence[int]
     places: Mapping[Place, tuple[int, tuple[int, ...]]]
     num_whole: int
     group: Any
@@ -165,21 +166,21 @@ class Rows:
     def of(
         cls,
         shapes: Mapping[Place, tuple[int, ...]],
-        num: int,
+        slots: Sequence[int],
         group: Any,
         options: Mapping[str, Any],
         *,
         is_trained: bool,
     ) -> Rows:
-        """Lay out a row with these matrices, and return `num` rows of zeros."""
+        """Lay out a row with these matrices, and return rows of zeros."""
         places, end, num_whole = dict[Place, tuple[int, tuple[int, ...]]](), 0, 0
         for place in sorted(shapes, key=lambda place: not is_whole(*place)):
             places[place] = end, shapes[place]
             end += _up(math.prod(shapes[place]), _ALIGNMENT)
             num_whole = end if is_whole(*place) else num_whole
-        weights = torch.zeros(num, _up(end, _ALIGNMENT * group.size()), **options)
+        weights = torch.zeros(len(slots), _up(end, _ALIGNMENT * group.size()), **options)
         gradients = torch.zeros_like(weights if is_trained else weights[:0], dtype=torch.float32)
-        return cls(weights, places, num_whole, group, gradients)
+        return cls(weights, slots, places, num_whole, group, gradients)
 
     def at(self, rows: Tensor, place: Place) -> Tensor:
         """Return the view [..., *shape] of a place in rows [..., P]."""
@@ -194,9 +195,9 @@ def _up(number: int, multiple: int) -> int:
 class Bank:
     """A and B of all adapters of one base on this rank, which train together. An adapter's slot is its index.
 
-    Each adapter has a row of every buffer, and a row has a place for each matrix. All adapters' A of a matrix are thus one tensor
-    [N, ..., r, in], and their B [N, ..., out, r], views of the buffer. r is the largest rank; numbers beyond an adapter's own
-    rank are 0, and so are their gradients.
+    Each adapter has a row of the dense buffer and, with the target experts, one of theirs. A row has a place for each matrix. All
+    adapters' A of a matrix are thus one tensor [N, ..., r, in], and their B [N, ..., out, r], views of the buffer. r is the
+    largest rank; numbers beyond an adapter's own rank are 0, and so are their gradients.
 
         buffer     matrices                                          gradients are summed over
         dense      A of q, k, v, gate, up and B of o, down           DP and TP
@@ -221,16 +222,24 @@ class Bank:
                 of_kind[place] = tuple(map(max, shape, of_kind.get(place, shape)))  # The ranks may differ.
         options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         for is_expert, of_kind in shapes.items():
+            slots = list(range(len(self.adapters)))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if is_expert:
+            if is_expert:  # They may be large, and a micro-batch has those of a single adapter.
+                slots = [slot for slot in slots if "experts" in self.adapters[slot].settings.targets]
                 group = parallel_state.get_expert_data_parallel_group()
-            self.buffers[is_expert] = Rows.of(of_kind, len(self.adapters), group, options, is_trained=self._is_trained)
+            self.buffers[is_expert] = Rows.of(of_kind, slots, group, options, is_trained=self._is_trained)
         for slot, each in enumerate(self.adapters):
-            views = self.views(each, {kind: rows.weights[slot] for kind, rows in self.buffers.items()})
+            views = self.views(each, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(each.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
         self.scales = torch.tensor([each.settings.scale for each in self.adapters], **options)
         return len(self.adapters) - 1
+
+    def rows_of(self, slot: int) -> Iterator[tuple[bool, Rows, int]]:
+        """Yield (key, buffer, the adapter's row in it)."""
+        for kind, rows in self.buffers.items():
+            if slot in rows.slots:
+                yield kind, rows, rows.slots.index(slot)
 
     def views(self, adapter: Adapter, rows: Mapping[bool, Tensor]) -> Iterator[Tensor]:
         """Yield the adapter's matrices in its order, as views of one row [P] of each buffer."""
@@ -255,14 +264,14 @@ class Bank:
 class ActiveAdapters:
     """Adapters of a micro-batch, whose tokens are grouped by adapter in the order of their bank.
 
-    slots: a range of the bank that has them all. counts: [slots] int64, tokens of each; None: a single adapter. own: counts among
-    this tensor-parallel rank's tokens.
+    slots: a range of the bank that has them all. counts: [slots] int64, tokens of each. own: counts among this tensor-parallel
+    rank's tokens.
     """
 
     bank: Bank
     slots: slice
-    counts: Tensor | None = None
-    own: Tensor | None = None
+    counts: Tensor
+    own: Tensor
 
     def adapt(self, name: str) -> bool:
         """Return True if one of the adapters adapts the matrix."""
@@ -274,22 +283,18 @@ class ActiveAdapters:
         if all(scale == first for scale in others):
             return low * first
         counts = self.own if is_own else self.counts
-        assert counts is not None
         return low * self.bank.scales[self.slots].repeat_interleave(counts, output_size=low.shape[0])[:, None]
 
     def product(self, x: Tensor, name: str, letter: str, *, is_own: bool = False) -> Tensor:
         """Multiply each row of x by its adapter's A or B; the backward adds to the bank's gradient. is_own: as for scaled."""
-        counts = self.own if is_own else self.counts
-        return _product(x, self.bank, name, letter, self.slots, [x.shape[0]] if counts is None else counts)
+        return _product(x, self.bank, name, letter, self.slots, self.own if is_own else self.counts)
 
 
-def _product(
-    x: Tensor, bank: Bank, name: str, letter: str, slots: slice | int, counts: Tensor | Sequence[int]
-) -> Tensor:
-    """Multiply rows of x by these slots' matrices, or by the experts of one slot; counts: rows of each matrix."""
-    matrices, gradient = bank.weights(name, letter)[slots], None
+def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, counts: Tensor) -> Tensor:
+    """Multiply rows of x by the matrices in these rows of the bank, or by the experts in one; counts: rows of each matrix."""
+    matrices, gradient = bank.weights(name, letter)[row], None
     if torch.is_grad_enabled():
-        matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[slots]
+        matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[row]
     return grouped_linear(x.contiguous(), matrices, counts, main_grad=gradient)
 
 

@@ -185,7 +185,7 @@ class BankOptimizer:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             [
                 {
-                    "params": [main[slot] for main in self.main.values()],
+                    "params": [self.main[kind][row] for kind, _, row in bank.rows_of(slot)],
                     "betas": config.betas,
                     "eps": config.eps,
                     "weight_decay": config.weight_decay,
@@ -240,7 +240,7 @@ class BankOptimizer:
             own = self.own(kind, rows.gradients)
             first = rows.num_whole if parallel_state.get_tensor_model_parallel_rank() else 0
             start = rows.group.rank() * own.shape[-1]
-            squares += torch.linalg.vector_norm(own[:, max(0, first - start) :], dim=1).square()
+            squares[rows.slots] += torch.linalg.vector_norm(own[:, max(0, first - start) :], dim=1).square()
         dist.all_reduce(squares)
         norms: list[float] = squares.sqrt().tolist()
         return norms
@@ -251,29 +251,26 @@ class BankOptimizer:
         Call after grad_norms().
         """
         self.has_begun = True
-        updated = [slot for slot, rate in enumerate(rates) if rate is not None]
-        for slot, group in enumerate(self.optimizer.param_groups):
-            shrink = self._clips[slot] / (norms[slot] + 1e-6)
-            for kind, row in zip(self.main, group["params"], strict=True):
-                row.grad = None
-                if slot not in updated:
-                    continue
-                gradient = self.own(kind, self.bank.buffers[kind].gradients)[slot]
-                row.grad = (gradient.mul_(shrink) if shrink < 1 else gradient).to(row.device)
-            group["lr"] = rates[slot]
+        for slot, (rate, group) in enumerate(zip(rates, self.optimizer.param_groups, strict=True)):
+            group["lr"], shrink = rate, self._clips[slot] / (norms[slot] + 1e-6)
+            for main, (kind, rows, row) in zip(group["params"], self.bank.rows_of(slot), strict=True):
+                main.grad = None  # AdamW leaves such a row alone.
+                if rate is not None:
+                    gradient = self.own(kind, rows.gradients)[row]
+                    main.grad = (gradient.mul_(shrink) if shrink < 1 else gradient).to(main.device)
         self.optimizer.step()
-        for slot in updated:
+        for slot in (slot for slot, rate in enumerate(rates) if rate is not None):
             self._write(slot)
 
     def _write(self, slot: int) -> None:
         """Write the float32 numbers to the weights, from all ranks that have a part."""
-        for kind, rows in self.bank.buffers.items():
-            row = rows.weights[slot]
-            own = self.own(kind, row)
-            if own.data_ptr() != self.main[kind][slot].data_ptr():
-                own.copy_(self.main[kind][slot])
+        for kind, rows, row in self.bank.rows_of(slot):
+            weights, main = rows.weights[row], self.main[kind][row]
+            own = self.own(kind, weights)
+            if own.data_ptr() != main.data_ptr():
+                own.copy_(main)
             if self.is_distributed and rows.group.size() > 1:
-                dist.all_gather_into_tensor(row, own, group=rows.group)
+                dist.all_gather_into_tensor(weights, own, group=rows.group)
 
 
 @dataclass(frozen=True)
@@ -300,8 +297,8 @@ class AdapterOptimizer:
 
     def reload_weights(self) -> None:
         """Refresh the float32 copies of bfloat16 weights from the adapter after a load."""
-        for kind, rows in self.bank.buffers.items():
-            self.joint.main[kind][self.slot].copy_(self.joint.own(kind, rows.weights[self.slot]))
+        for kind, rows, row in self.bank.rows_of(self.slot):
+            self.joint.main[kind][row].copy_(self.joint.own(kind, rows.weights[row]))
 
     def sharded_state_dict(self, model_state: Any, metadata: dict[str, Any], *, is_loading: bool) -> Any:
         """Return the state as Megatron's optimizer stores it, whose parameters are the adapter's. Collective."""
@@ -318,10 +315,7 @@ class AdapterOptimizer:
     def load_state_dict(self, state: Any) -> None:
         self.joint.has_begun, rows_of = True, self._rows()
         for key, rows in rows_of.items():
-            whole = {
-                kind: torch.zeros_like(buffer.weights[self.slot], dtype=torch.float32)
-                for kind, buffer in self.bank.buffers.items()
-            }
+            whole = {kind: torch.zeros_like(self.bank.buffers[kind].weights[0], dtype=torch.float32) for kind in rows}
             for name, view in self._named_views(whole):
                 view.copy_(state["state"][f"{key}.{name}"])
             for kind, row in rows.items():
@@ -334,7 +328,7 @@ class AdapterOptimizer:
     def _whole(self, kind: bool, row: Tensor, *, is_loading: bool) -> Tensor:
         """Return a row [P] from the columns of all ranks; with is_loading empty."""
         buffer = self.bank.buffers[kind]
-        whole = torch.empty_like(buffer.weights[self.slot], dtype=torch.float32)
+        whole = torch.empty_like(buffer.weights[0], dtype=torch.float32)
         if is_loading:
             return whole
         self.joint.own(kind, whole).copy_(row)
@@ -350,7 +344,7 @@ class AdapterOptimizer:
 
     def _rows(self) -> dict[str, dict[bool, Tensor]]:
         """Return this rank's columns of the float32 weights and the moments, by Megatron's names for them."""
-        optimizer, kinds = self.joint.optimizer, list(self.joint.main)
+        optimizer, kinds = self.joint.optimizer, [kind for kind, *_ in self.bank.rows_of(self.slot)]
         rows = dict(zip(kinds, optimizer.param_groups[self.slot]["params"], strict=True))
         states = {
             key: {kind: optimizer.state[row][key] for kind, row in rows.items()} for key in ("exp_avg", "exp_avg_sq")

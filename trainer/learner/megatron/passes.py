@@ -83,11 +83,9 @@ class Model:
         """Return the adapters of this rank's part of a micro-batch, whose samples are grouped by adapter. tensor: TP size."""
         if self.bank is None:
             return None
-        slots = [self.slots[self.adapter_of[agent]] for agent in batch.agents] if self.adapter_of else [self.slots[0]]
+        slots = [self.slots[self.adapter_of[agent] if self.adapter_of else 0] for agent in batch.agents]
         assert slots == sorted(slots), "samples are not grouped by adapter"
         present = slice(slots[0], slots[-1] + 1)
-        if slots[0] == slots[-1]:
-            return ActiveAdapters(self.bank, present)
         last = torch.tensor([bisect_right(slots, slot) for slot in range(present.start, present.stop)])
         ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
         share = batch.num_tokens // tensor
