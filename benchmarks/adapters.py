@@ -1,6 +1,7 @@
 """CPU seconds of a step of N adapters on one base, and of their publish, at equal tokens.
 
-    python benchmarks/adapters.py [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8] [--verify-every 1]
+    python benchmarks/adapters.py [--json FILE] [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8]
+                                  [--verify-every 1]
 
 The same sequences are dealt out to N agents, each with an adapter of attention. The publish goes to a local engine in this
 process, which uses one thread. In each turn every N takes a step and publishes; the first turn is left out. The median, the
@@ -11,6 +12,7 @@ on the machine matter little.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections import defaultdict
@@ -93,6 +95,7 @@ def train_and_publish(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 5, 32])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", default="bench", help="shape of the random base")
@@ -102,6 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     import torch
     from part_clock import PartClock
+    from record import surroundings
     from step_problem import PROBLEMS, batch
 
     from marsrl.rollout.model_shape import read_shape
@@ -133,6 +137,9 @@ def main() -> None:
                     print(
                         f"{number:4} {part:15} {median(spent):8.4f} ({min(spent):.4f} to {max(spent):.4f}) {ratio:6.2f}x"
                     )
+    if options.json:
+        record = {**surroundings("cpu"), "arguments": vars(options), "seconds": seconds}
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

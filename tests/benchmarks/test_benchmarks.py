@@ -217,6 +217,7 @@ def test_the_probe_lets_honest_syncs_pass() -> None:
         ("view.py", "--samples 2000 --folder {}"),
         ("weight_sync.py", "--mib 8 --repeats 1 --bucket-mib 1 --changed 0.2"),
         ("gateway.py", "--sessions 8 --rounds 1"),
+        ("adapters.py", "--adapters 1 2 --repeats 1 --model tiny --sequences 4 --rank 2"),
     ],
 )
 def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
@@ -232,6 +233,9 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
         (row,) = found["calls"]
         assert row["sessions"] == 8 and len(row["rounds"]) == 1 and 0 < row["session_bytes"] < 2**21
         assert all(number > 0 for each in row["rounds"] for number in each.values())
+    elif script == "adapters.py":
+        assert found["seconds"].keys() == {"1", "2"}
+        assert all(parts["step"][0] > 0 and parts["publish"][0] > 0 for parts in found["seconds"].values())
     else:
         assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl", "delta"]
         assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout
