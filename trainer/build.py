@@ -52,7 +52,7 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.run import Run
-from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
@@ -118,6 +118,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             shared = (learner.base for other, learner in learners.items() if pool in (other, trained[other].base))
             with console.part(f"loading {models[name]} to train {name}"):
                 learners[name] = _learner(config, name, models[name], next(shared, None))
+                if learners[name].base is None:
+                    learners[name].sleep()
+        for learner in learners.values():
+            learner.sleep()  # A base sleeps once it has all of its adapters.
+        if config.trainer.sleep:
+            barrier()  # Engines start once the memory of all ranks is free.
         team = None
         if rank() == 0:
             with console.part("starting engines"):
@@ -206,6 +212,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
         reference_dir=reference_dir,
         reward_kl_coef=of_reward,
         base=base,
+        sleeps=config.trainer.sleep,
     )
 
 

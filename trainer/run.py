@@ -135,9 +135,13 @@ class Run:
     def begin(self) -> None:
         """Resume from a checkpoint if run.resume is set; send the weights to the engines; evaluate before the first step."""
         barrier()  # Rank 0 has started its engines.
+        if self.config.trainer.sleep:
+            self._put_engines_to_sleep(list(self.learners))  # Learners are loaded, and score the comparison.
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
+            for learner in self.learners.values():
+                learner.sleep()
         if restored is not None:
             self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
@@ -160,6 +164,8 @@ class Run:
                 self.driver.rollout.restore(restored.rollout)
         for group in self.groups:
             policies, whose = list(group.learners), "its" if len(group.learners) == 1 else "their"
+            if self.config.trainer.sleep:
+                self._put_engines_to_sleep(self._renewed_from(group))
             with (
                 self.console.part(f"sending the weights of {', '.join(policies)} to {whose} engines"),
                 self.timed("publish"),
@@ -204,6 +210,8 @@ class Run:
             return batch
         except Stopped:
             if self.step - 1 > self.saved_step:
+                if self.config.trainer.sleep and self.driver is not None:
+                    self.driver.rollout.stages.rest()  # Engines with requests cannot sleep.
                 self._save(self.step - 1, before)
             self.checkpoints.finish()
             raise
@@ -255,22 +263,28 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective.
-
-        The next request wakes the engines. For this group's policies, and for policies that train later in this step, that is the
-        publish, so these engines drop their weights. Engines of other policies next wake for a stage, and keep theirs.
-        """
+        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective."""
         if not self.engines_drop_weights:
             yield
             return
-        if self.driver is not None:
-            renewed = [policy for later in self.groups[self.groups.index(group) :] for policy in later.learners]
-            with self.timed("sleep"):
-                self.driver.team.sleep(renewed=renewed)
-        barrier()
+        self._put_engines_to_sleep(self._renewed_from(group))
         yield
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # Return this rank's cached memory to the engines.
+        barrier()
+
+    def _renewed_from(self, group: Together) -> list[str]:
+        """Return the policies that are published before their engines' next request: this group's, and those of later groups."""
+        return [policy for later in self.groups[self.groups.index(group) :] for policy in later.learners]
+
+    def _put_engines_to_sleep(self, renewed: Sequence[str]) -> None:
+        """Free all engines' memory on the trainer's GPUs; their next request wakes them. Collective.
+
+        renewed: policies that are published before that, so their engines drop their weights; other engines keep theirs.
+        """
+        if self.driver is not None:
+            with self.timed("sleep"):
+                self.driver.team.sleep(renewed=renewed)
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
@@ -354,11 +368,10 @@ class Run:
         """
         for policy, is_updated in is_new.items():
             self.versions[policy] += is_updated
-        self._sync(group, list(is_new))
-        for policy, is_updated in is_new.items():
             every = self.config.policies[policy].reference_every
             if is_updated and every and self.versions[policy] % every == 0:
                 self.learners[policy].refresh_reference()
+        self._sync(group, list(is_new))
 
     def _sync(self, group: Together, policies: Sequence[str]) -> None:
         """Send the policies' current weights to their engines and verify them; rank 0 logs the time. Collective."""
@@ -460,7 +473,13 @@ class Run:
             raise Stopped
 
     def _save(self, step: int, rollout: RolloutState | None) -> None:
+        if self.config.trainer.sleep:
+            self._put_engines_to_sleep([])
         self.checkpoints.save(step, self.versions, self.learners, rollout)
+        if self.config.trainer.sleep:
+            for learner in self.learners.values():
+                learner.sleep()
+            barrier()  # Rank 0 wakes the engines.
         self.saved_step, self.saved_s = step, time.monotonic()
 
     def finish(self) -> None:

@@ -32,6 +32,7 @@ class Training:
     reference: the frozen model of a KL term, in the same layout and dtype; None: no such term.
     deterministic: attention keeps separate copies of the queries' gradient. router_replay: replay mode of a model with experts.
     adapters: adapters trained on one frozen copy of the model; (): the model itself is trained.
+    sleeps: trainer.sleep, with engines on the same GPUs.
     """
 
     shape: ModelShape
@@ -49,6 +50,7 @@ class Training:
     deterministic: bool = False
     router_replay: RouterReplay = "none"
     adapters: tuple[AdapterConfig, ...] = ()
+    sleeps: bool = False
 
     def trained(self, stage: int) -> RankElements:
         """Return the counts of trained parameters, with gradient and optimizer state, on a rank of this pipeline stage."""
@@ -83,8 +85,9 @@ class RankMemory:
     activations: tensors saved for the backward of all micro-batches in flight. working: temporary bytes at the peak, which occurs
     in `moment`. reference: weights of the KL term's frozen model. head: a chunk of logits, the gradient of the hidden states, and
     the float32 gradient of the output layer. replay: recorded expert choices of all micro-batches of the step.
-    host: pinned CPU memory (offload): optimizer state, its float32 gradients and layers' inputs; under router_replay "recompute"
-    also the recorded experts.
+    asleep: weights, reference and optimizer state that trainer.sleep moves to pinned CPU memory while engines decode.
+    host: pinned CPU memory (offload): optimizer state, its float32 gradients, layers' inputs, and `asleep`; under router_replay
+    "recompute" also the recorded experts.
     """
 
     stage: int
@@ -97,6 +100,7 @@ class RankMemory:
     working: int
     moment: Literal["head", "layer"]
     replay: int
+    asleep: int
     host: int
 
     @property
@@ -137,19 +141,26 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
     layer += adapters_working_bytes(setup)
     working, moment = max((head, "head"), (layer, "layer"))
+    weights = (counts.total + (trained.total if setup.adapters else 0)) * setup.size
+    reference = rank_elements(setup.reference, layout, stage).total * setup.size if setup.reference else 0
+    on_gpu = 0 if setup.offloads_optimizer else optimizer
+    asleep = weights + reference + on_gpu if setup.sleeps else 0
     return RankMemory(
         stage=stage,
-        weights=(counts.total + (trained.total if setup.adapters else 0)) * setup.size,
-        reference=rank_elements(setup.reference, layout, stage).total * setup.size if setup.reference else 0,
+        weights=weights,
+        reference=reference,
         gradients=trained.total * 4,
-        optimizer=0 if setup.offloads_optimizer else optimizer,
+        optimizer=on_gpu,
         activations=saved,
         head=head,
         working=working,
         moment=moment,  # type: ignore[arg-type]  # one of the two above
         replay=replayed,
+        asleep=asleep,
         host=recorded
-        + round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
+        + round(
+            (optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + (offloaded + asleep) * PINNED.value
+        ),
     )
 
 

@@ -183,7 +183,8 @@ def shortages(needs: Needs) -> Iterator[str]:
             f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of host memory for offloaded "
             "tensors, weight files and recorded experts, but has "
             f"{gpu.host_memory / GIB:.0f} GiB; set policies.{name}.optimizer.offload=false, policies.{name}.recompute to a mode "
-            "other than full_offload, sync.directory to a folder on a disk, or trainer.router_replay to a mode other than rollout"
+            "other than full_offload, trainer.sleep=false, sync.directory to a folder on a disk, or trainer.router_replay to a "
+            "mode other than rollout"
         )
 
 
@@ -255,6 +256,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         deterministic=policy.deterministic,
         router_replay=replay,
         adapters=adapters,
+        sleeps=config.trainer.sleep,
     )
     return Job(
         training,

@@ -278,9 +278,12 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     elif config.sync.directory is not None:
         notes.append(f"sync.directory={config.sync.directory}: the plan assumes the speed of host memory")
     if config.rollout.placement == "colocated":
+        beside = "the trainer's weights, gradients and optimizer state, unless trainer.sleep=true frees them"
+        if config.trainer.sleep:
+            beside = "the trainer's CUDA context alone (trainer.sleep)"
         notes.append(
             "rollout.placement=colocated: engines release their memory during updates; during the rollout they must fit beside "
-            "the trainer's weights, gradients and optimizer state"
+            f"{beside}"
         )
     if config.rollout.placement == "local" and num_gpus > 1:
         notes.append("rollout.placement=local decodes only on trainer rank 0's GPU; the other GPUs wait")

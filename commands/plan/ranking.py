@@ -87,7 +87,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
     needed = CUDA context, NCCL and cuBLAS + the larger of
         during an update: peak (1 + fragmentation) + shared_bytes
-        between updates:  weights, gradients and optimizer state + between_bytes
+        between updates:  weights, gradients and optimizer state (asleep: none of them) + between_bytes
     """
     training = job.training
     replicas = layout.data(training.world_size)
@@ -99,9 +99,11 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
         expert_imbalance=hw.IMBALANCE.value if training.shape.num_experts and layout.expert > 1 else 1.0,
     )
     memory = most_loaded_rank(setup)
-    most = max(memory.peak * (1 + hw.FRAGMENTATION.value) + job.shared_bytes, memory.static + job.between_bytes)
+    between = job.between_bytes + (0 if training.sleeps else memory.static)
+    most = max(memory.peak * (1 + hw.FRAGMENTATION.value) + job.shared_bytes, between)
     needed = most + hw.PROCESS_BYTES.value
     time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
+    time.offloading += 2 * memory.asleep / (gpu.pcie * hw.LINK_SHARE.value)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 
 

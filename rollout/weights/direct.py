@@ -233,7 +233,7 @@ class HeldWeights(Protocol):
         """Return for each rank {name: the part of that tensor which it holds}."""
 
     def stack(self, name: str) -> Tensor:
-        """Return this rank's box of a tensor, [matrices, rows, columns]."""
+        """Return this rank's box of a tensor, [matrices, rows, columns]; while the trainer's memory sleeps, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +420,7 @@ class DirectSender(ABC):
         for piece in self._pieces:
             shard = self._shards[piece.target]
             if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
-                sums[shard].add(piece.name, piece.box, self._part(piece, held, held.stack))
+                sums[shard].add(piece.name, piece.box, self._part(piece, held, held.stack).to(held.device))
         mine = _Sent([each.totals for each in sums.values()], not self._is_broken, self.traffic)
         told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
         self.traffic = Traffic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import sys
 import threading
 import urllib.request
@@ -41,6 +42,7 @@ from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory, step_files
+from marsrl.trainer.runs.stop import Stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
@@ -100,8 +102,10 @@ def play(tmp_path: Path) -> Iterator[Play]:
     words = on_sevens(tmp_path, model)
     CALLS.clear()
 
-    def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> RunDirectory:
-        stack.enter_context(engines_are(saying(model, says, Recorded)))
+    def trained(
+        *settings: str, says: Callable[[DecodeRequest], str] = script, tokens_per_step: int | None = None
+    ) -> RunDirectory:
+        stack.enter_context(engines_are(saying(model, says, Recorded, tokens_per_step=tokens_per_step)))
         return train_here(tmp_path, [*words, *settings])
 
     with ExitStack() as stack:
@@ -375,11 +379,79 @@ def test_sleeping_engines_keep_weights_if_no_publish_follows(play: Play, tmp_pat
     assert calls[6:] == [*step, "wake weights", "wake kv_cache", *step]
 
 
+def note_the_trainer_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add to CALLS when a learner falls asleep or wakes up."""
+    from marsrl.trainer.learner.sleep import Memory
+
+    def noted(change: Callable[[Memory], None], state: str) -> Callable[[Memory], None]:
+        def changed(memory: Memory) -> None:
+            before = memory.is_asleep
+            change(memory)
+            CALLS.extend([state] * (memory.is_asleep != before))
+
+        return changed
+
+    monkeypatch.setattr(Memory, "sleep", noted(Memory.sleep, "trainer asleep"))
+    monkeypatch.setattr(Memory, "wake", noted(Memory.wake, "trainer awake"))
+
+
+def test_a_trainer_that_sleeps_beside_engines_trains_the_same(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are asleep while the learner is awake: to be scored, trained, saved and loaded."""
+    colocated = ("run.steps=2", "rollout.placement=colocated", "run.checkpoint_every=1", "loss.kl=k3", *BRIEFLY)
+    colocated += ("policies.main.reference=past", "policies.main.reference_every=1")
+    expected = play(*colocated)
+    rows, sent = untimed(expected), expected.publishes.read_text()
+    assert "sleep, weights kept" not in CALLS
+    shutil.rmtree(expected.path)
+    CALLS.clear()
+    note_the_trainer_s_memory(monkeypatch)
+    found = play(*colocated, "trainer.sleep=true")
+    assert untimed(found) == rows
+    digests = [json.loads(line)["digest"] for line in found.publishes.read_text().splitlines()]
+    assert digests == [json.loads(line)["digest"] for line in sent.splitlines()] and len(set(digests)) == 3
+    sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
+    calls = [call for call in CALLS if call not in ("submit", "forget prefixes")]
+    awake = ["sleep", "trainer awake", "trainer asleep"]
+    save = ["sleep, weights kept", *awake[1:], "wake weights", "wake kv_cache"]  # then a stage, or the last evaluation
+    start = ["trainer asleep", "score"]
+    assert calls == [*start, *awake, *sync, *awake, *sync, *save, *awake, *sync, *save]
+    CALLS.clear()
+    play(*colocated, "trainer.sleep=true", "run.steps=3", "run.resume=auto")
+    calls = [call for call in CALLS if call != "submit"]
+    assert calls[:11] == [*start, *awake, *awake[1:], *sync]  # loaded, and scored
+
+
+def test_a_trainer_that_sleeps_saves_when_stopped_in_a_stage(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def stopping(request: DecodeRequest) -> str:
+        asked.append(request.uid)
+        if len(asked) == 20:  # of the second step: the first has 16 solvers'
+            signal.raise_signal(signal.SIGINT)
+        return script(request)
+
+    colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
+    expected = untimed(play(*colocated))
+    shutil.rmtree(tmp_path / "runs" / "scripted")
+    note_the_trainer_s_memory(monkeypatch)
+    CALLS.clear()
+    with pytest.raises(Stopped):
+        play(*colocated, "trainer.sleep=true", says=stopping, tokens_per_step=9)
+    assert CALLS[-4:] == ["submit", "sleep, weights kept", "trainer awake", "trainer asleep"]
+    assert untimed(play(*colocated, "trainer.sleep=true", "run.resume=auto")) == expected
+
+
 def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:
     with pytest.raises(ValueError, match=r"no sleep mode on a CPU.*rollout\.placement=disaggregated"):
         play("rollout.placement=colocated", "rollout.engine=vllm")
     with pytest.raises(ValueError, match=r"rollout\.overlap is 1; set overlap=0"):
         play("rollout.placement=colocated", "rollout.overlap=1")
+    with pytest.raises(ValueError, match=r"rollout\.placement is local; set rollout\.placement=colocated"):
+        play("trainer.sleep=true")
 
 
 def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: Path) -> None:

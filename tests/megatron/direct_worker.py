@@ -159,6 +159,15 @@ class Publishing:
                 said = self.spoiled(sync, 9, name)
                 if found:
                     found[kind]["spoiled"] = [name, said]
+            if kind != "nccl":  # Refused for engines on the trainer's GPUs.
+                for engine in self.engines:
+                    engine.forget()
+                self.learner.sleeps = True
+                sync.publish(self.learner, 3)
+                if found:
+                    found[kind]["asleep"] = self.held()
+                self.learner.sleeps = False
+                self.learner.wake()
             sync.close()
         return found
 

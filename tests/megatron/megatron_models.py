@@ -28,7 +28,7 @@ from marsrl.trainer.learner.step_stats import StepStats
 
 VOCAB = 61  # odd, so tensor parallelism pads it
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
-OF_LEARNER = ("old_policy", "router_replay", "reference_dir", "reward_kl_coef", "base")
+OF_LEARNER = ("old_policy", "router_replay", "reference_dir", "reward_kl_coef", "base", "sleeps")
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},

@@ -55,6 +55,7 @@ def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> 
 def test_direct_sync_equals_file_sync_and_names_a_changed_bit(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["held"] == found["shm"]["held"]
     assert found[kind]["held"][0] == found[kind]["held"][1]
+    assert found["ipc"]["asleep"] == found["shm"]["asleep"] == found["shm"]["held"]  # trainer.sleep
     assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
     assert found[kind]["probe"] == found["shm"]["probe"]
     name, error = found[kind]["spoiled"]

@@ -34,6 +34,7 @@ VARIED: dict[str, tuple[object, ...]] = {
     "rollout.ray_address": ("auto", "here"),
     "rollout.max_response_tokens": (1024, 65536, 200_000),
     "trainer.max_tokens_per_micro_batch": (98304,),
+    "trainer.sleep": ("true",),
     "policies.main.layout.tensor": (1, 3, 4),
     "policies.main.layout.expert": (1, 2),
     "policies.main.layout.pipeline": (2, 5),

@@ -302,6 +302,27 @@ def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
         assert any("sync.backend=shm would fit" in note for note in shortages(short)) == named
 
 
+def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
+    """While engines decode, the GPU has only their memory, and the host what slept; the copies take time."""
+    half = "rollout.vllm.gpu_memory_utilization=0.5"
+    awake, asleep = (planned("single_gpu_colocated", 1, f"trainer.sleep={each}", half) for each in ("false", "true"))
+    before, after = (plan.policies[0].configured for plan in (awake, asleep))
+    assert before is not None and after is not None
+    memory = after.memory
+    assert memory.asleep == memory.weights + memory.optimizer == memory.static - memory.gradients
+    assert (before.memory.asleep, before.memory.host) == (0, 0) and memory.host == 2 * memory.asleep  # rounded up
+    copies_s = 2 * memory.asleep / (64e9 * 0.8)
+    assert after.time.total - before.time.total == pytest.approx(copies_s)
+    assert before.needed == after.needed  # of an update
+    wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95", "trainer.sleep=false")
+    assert not wide.fits and not any("CUDA context alone" in note for note in wide.notes)
+    wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95")
+    assert wide.fits and any("CUDA context alone" in note for note in wide.notes)
+    policy = planned("qwen3_4b_1gpu", 1).policies[0]  # its optimizer is in CPU memory anyway
+    assert policy.configured is not None and policy.configured.memory.asleep == policy.configured.memory.weights
+    assert policy.configured.needed == policy.engine.taken + hw.PROCESS_BYTES.value
+
+
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=0) == 58.0
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=1) == 33.0

@@ -44,6 +44,7 @@ def _why_not(config: RunConfig, *, trains: bool) -> Iterator[str]:
     if config.judge is not None:
         yield from _of_one_apart(config, "judge.policy", config.judge.policy, "judges")
     yield from config.sync.why_not(config.rollout)
+    yield from config.trainer.why_not(config.rollout)
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
             yield from _of_quantised(config, name, is_trained=trains and name in config.trained_policies)

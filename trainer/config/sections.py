@@ -148,7 +148,18 @@ class TrainerConfig(Settings):
     """consecutive steps in which no sample has a gradient after which the run stops"""
     agent_grad_norm_every: CountOr0 = 0
     """steps between measurements of each agent's gradient norm, which cost a forward and backward pass per agent; 0: none"""
+    sleep: bool = False
+    """with rollout.placement=colocated: move weights, optimizer state and references to pinned CPU memory and free the gradients
+    while engines decode, so that rollout.vllm.gpu_memory_utilization can be higher (docs/parallelism.md)"""
     threads: int | None = Field(None, gt=0, le=MOST_RANKS, description="CPU threads of the trainer; default: torch's")
+
+    def why_not(self, rollout: RolloutConfig) -> Iterator[str]:
+        """Yield why the trainer's memory cannot sleep with this placement."""
+        if self.sleep and rollout.placement != "colocated":
+            yield (
+                "trainer.sleep frees GPU memory for engines on the trainer's GPUs, but rollout.placement is "
+                f"{rollout.placement}; set rollout.placement=colocated, or trainer.sleep=false"
+            )
 
 
 SyncBackend = Literal["auto", "shm", "nccl", "ipc"]

@@ -16,6 +16,7 @@ The parts of a step and their files:
                             the router's balancing loss                              megatron/balance.py
                         its statistics over all ranks                                step_stats.py
                         the optimizer step                                           megatron/optimizer.py
+    sleep, wake: memory that engines use while they decode                           sleep.py
 
 Policies that are adapters of one base share micro-batches; each gets the same update as if trained alone:
 
@@ -33,11 +34,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,7 @@ from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve
 from marsrl.trainer.learner.other_roundings import Precision, other_roundings
+from marsrl.trainer.learner.sleep import Memory
 from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, update_stats
 from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
@@ -82,6 +84,7 @@ class Learner:
         reference_dir: str | Path | None = None,
         reward_kl_coef: float = 0.0,
         base: FrozenBase | None = None,
+        sleeps: bool = False,
     ) -> None:
         """Build the model on the layout's process groups (created if there are none) and read its weights.
 
@@ -93,6 +96,7 @@ class Learner:
             with an adapter: its starting point, which is loaded anyway.
         reward_kl_coef: weight of the KL penalty in the reward, instead of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
+        sleeps: sleep() frees the GPU's memory (trainer.sleep); otherwise it does nothing.
 
         Raises ValueError, before anything is started, if the directory or the layout cannot be used.
         """
@@ -139,6 +143,9 @@ class Learner:
             reward_kl_coef,
         )
         self.num_steps = 0  # Includes skipped and empty steps, as the schedule does.
+        self.sleeps = sleeps
+        self._memories = tuple(self._parts_of_memory())
+        self._converter.held = self._memories[0].held
 
     def _start_whole(self, policy: PolicyConfig, layout: Layout) -> Model:
         """Set up training of all weights."""
@@ -183,6 +190,34 @@ class Learner:
             return Model(self.base.wrapped)
         slot = self.base.references.add(Adapter(self.base, policy.adapter, seed))
         return Model(self.base.wrapped, self.base.references, (slot,))
+
+    def _parts_of_memory(self) -> Iterator[Memory]:
+        """Yield the memory of the weights (of the base and all of its adapters), and of a reference with a model of its own."""
+        if self.base is not None:
+            yield self.base.memory
+        else:
+            optimizer = cast("Optimizer", self.optimizer)
+            yield Memory(lambda: (*self.model.parameters(), *optimizer.state_tensors()), optimizer.gradient_tensors)
+        reference = self.passes.reference
+        if reference is not None and (self.base is None or reference.module is not self.base.wrapped):
+            yield Memory(reference.module.parameters)
+
+    def sleep(self) -> None:
+        """With `sleeps`, move weights, optimizer state and reference to pinned CPU memory and free the gradients. Collective.
+
+        held() then exports from the CPU; every other method first wakes the learner, for which engines on its GPU must sleep.
+        Ranks may continue at different times: call a barrier before the engines wake.
+        """
+        if self.sleeps:
+            if not self._memories[0].is_asleep:
+                self.optimizer.gather_weights()
+            for memory in self._memories:
+                memory.sleep()
+
+    def wake(self) -> None:
+        """Restore what sleep() moved; a no-op while awake."""
+        for memory in self._memories:
+            memory.wake()
 
     def shard(self, max_tokens: int) -> BatchShard:
         """Return this rank's share of a batch, in micro-batches of at most max_tokens."""
@@ -236,6 +271,7 @@ class Learner:
         The router chooses the experts, regardless of trainer.router_replay.
         rounded_as: perturb every intermediate result by the roundings of another program (other_roundings.py).
         """
+        self.wake()
         with nullcontext() if rounded_as is None else other_roundings(self.model, rounded_as):
             return self.passes.score(batches)
 
@@ -253,6 +289,7 @@ class Learner:
     @torch.no_grad()
     def refresh_reference(self) -> None:
         """Copy the current weights (or the adapter) into the reference, which must be `past`."""
+        self.wake()
         self.optimizer.gather_weights()
         trained = self.adapter or self.model
         for reference, current in zip(self._past.parameters(), trained.parameters(), strict=True):
@@ -260,7 +297,8 @@ class Learner:
 
     def held(self) -> Converter:
         """Return the exporter of the current weights (or the adapter's), without copying."""
-        self.optimizer.gather_weights()
+        if not self._memories[0].is_asleep:  # Otherwise sleep() has gathered them.
+            self.optimizer.gather_weights()
         return self._converter
 
     @property
@@ -276,6 +314,7 @@ class Learner:
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import begin_save, policy_state
 
+        self.wake()
         self.optimizer.gather_weights()
         about: dict[str, Any] = {"num_steps": self.num_steps}
         if self.adapter is not None:
@@ -310,6 +349,7 @@ class Learner:
                 f"learner: {folder} is an adapter of the weights in {about['base']['path']}, but those in "
                 f"{self._model_dir} differ; set model to its base"
             )
+        self.wake()
         trained = self.adapter or self.model
         state = load(policy_state(trained, self.optimizer, self._past, is_loading=True), folder)
         modules = {"model": trained} if self._past is None else {"model": trained, "reference": self._past}
@@ -320,6 +360,8 @@ class Learner:
                 raise ValueError(f"learner: {folder} does not match the {part}: missing {missing}, unknown {unknown}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(about["num_steps"])
+        if self.base is None:
+            self.sleep()  # Leave the memory to the next policy. Adapters share theirs.
 
 
 @dataclass(frozen=True)
@@ -351,6 +393,8 @@ class Together:
 
         The sequences' `agent` is the index of a policy of this group, in ascending order; with is_apart, all have the same one.
         """
+        for learner in self.learners.values():
+            learner.wake()
         trained = dataclasses.replace(self.passes.trained, adapter_of=tuple(range(len(self.learners))))
         model = next(iter(self.learners.values())).model
         with nullcontext() if rounded_as is None else other_roundings(model, rounded_as):
@@ -370,6 +414,8 @@ class Together:
         policy unchanged.
         """
         learners = list(self.learners.values())
+        for learner in learners:
+            learner.wake()
         scheduled = [learner.next_lr() for learner in learners]
         rates = scheduled if lr is None else [lr] * len(learners)
         works = [self.passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]

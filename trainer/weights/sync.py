@@ -2,6 +2,7 @@
 
     Run.publish -> publish(learners, syncs, versions)         every rank, after an update; rank 0 has the engines
         trainer_scores                  the trainer's log-probs of fixed tokens, if a comparison is due     (comparison.py)
+        learner.sleep                   with trainer.sleep: everything below reads the weights on the CPU
         _prepare                        files are written while the engines still decode
         _deliver                        the engines load the weights, idle or without requests of the adapter
         CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
@@ -85,7 +86,7 @@ class SyncReport:
     seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
         sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
-        trainer's log-probs for it) and probe (the engines', and the comparison).
+        trainer's log-probs for it) and probe (the engines', and the comparison). With trainer.sleep also sleep.
     """
 
     version: int
@@ -527,6 +528,10 @@ def publish(
             else:
                 assert group is not None, "several policies are adapters of a group"
                 scores = scores_together(group, due, precision)
+    if any(learner.sleeps for learner in learners.values()):
+        with timed_part(seconds_of, "sleep"):
+            for learner in learners.values():
+                learner.sleep()
     for name, sync in syncs.items():
         sync._prepare(learners[name], versions[name], seconds_of_each[name])
     with engines_at_rest:

@@ -44,6 +44,7 @@ from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
 from marsrl.trainer.learner.megatron.model import as_run, bare_model
+from marsrl.trainer.learner.sleep import Memory
 
 _JOINED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -80,6 +81,7 @@ class FrozenBase:
         self.optimizer: Any = None  # BankOptimizer of `trained`.
         self.optimizer_configs: list[OptimizerConfig] = []
         self.wrapped = as_run(self.model).requires_grad_(False)
+        self.memory = Memory(self._state_tensors, self._gradient_tensors)  # With all adapters.
         for layer in self.model.decoder.layers:
             prefix, attention, mlp = f"{layer.layer_number - 1}.", layer.self_attention, layer.mlp
             qkv = tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
@@ -92,6 +94,17 @@ class FrozenBase:
                 gate_up = (f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
                 self._adapt(mlp.linear_fc1, partial(self._column, gate_up, None))
                 self._adapt(mlp.linear_fc2, partial(self._row, f"{prefix}mlp.down_proj"))
+
+    def _state_tensors(self) -> Iterator[Tensor]:
+        """Yield this rank's tensors that outlive a step, of the model, all adapters and their optimizer."""
+        yield from self.model.parameters()
+        for rows in (*self.trained.buffers.values(), *self.references.buffers.values()):
+            yield rows.weights
+        if self.optimizer is not None:
+            yield from self.optimizer.state_tensors()
+
+    def _gradient_tensors(self) -> list[Tensor]:
+        return [rows.gradients for rows in self.trained.buffers.values()]
 
     def _adapt(self, layer: nn.Module, delta: Any) -> None:
         def add(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:

@@ -45,6 +45,7 @@ class Converter:
         """Convert `model`, which holds only an adapter's parameters if `adapter` is given (adapter.py)."""
         self._shape = shape
         self._parameters = dict(model.named_parameters())
+        self.held: Callable[[Tensor], Tensor] = lambda parameter: parameter  # Its values, wherever they are (sleep.py).
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         num_stages = self._num_stages
         self._units = units(shape, num_stages) if adapter is None else adapter_units(shape, adapter, num_stages)
@@ -109,7 +110,7 @@ class Converter:
                     part = torch.empty(box.shape, dtype=self._dtype, device=self.device)
                     dist.recv(part, source)
                 elif part is not None and rank > 0:
-                    dist.send(part, 0)
+                    dist.send(part.to(self.device), 0)
                 if rank == 0 and part is not None:
                     box.of(gathered).copy_(part)
             if rank == 0:
@@ -142,9 +143,12 @@ class Converter:
 
     @torch.no_grad()
     def stack(self, name: str) -> Tensor:
-        """Return this rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if evenly strided."""
+        """Return this rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if evenly strided.
+
+        On the CPU while the learner's memory sleeps (sleep.py).
+        """
         unit, part = self._part_of[name]
-        parameter = self._parameters[self._local_name(unit)].data
+        parameter = self.held(self._parameters[self._local_name(unit)].data)
         return held_stacks(self._shape, unit, parameter, self._group(unit).size())[part]
 
     def save_hf(self, folder: str | Path, source: str | Path) -> None:

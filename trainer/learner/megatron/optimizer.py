@@ -136,6 +136,17 @@ class Optimizer:
                 if "step" in state_of:
                     state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Yield AdamW's moments and the weights that it updates: float32 copies, or the model's own."""
+        for part in self.parts():
+            yield from (parameter for group in part.optimizer.param_groups for parameter in group["params"])
+            states = part.optimizer.state.values()
+            yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def gradient_tensors(self) -> list[Tensor]:
+        """Return DDP's flat gradient buffers."""
+        return [buffer.grad_data for buffer in (*self._model.buffers, *self._model.expert_parallel_buffers)]
+
     def parts(self) -> list[Any]:
         """Megatron's optimizers on this rank, for dense parameters and for experts."""
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
@@ -200,6 +211,12 @@ class BankOptimizer:
                 "exp_avg": torch.zeros_like(row),
                 "exp_avg_sq": torch.zeros_like(row),
             }
+
+    def state_tensors(self) -> Iterator[Tensor]:
+        """Yield AdamW's moments and the weights that it updates: float32 copies, or the adapters' own."""
+        yield from self.main.values()
+        for state in self.optimizer.state.values():
+            yield from state.values()
 
     def own(self, kind: bool, rows: Tensor) -> Tensor:
         """Return the columns of rows [..., P] whose state this rank has."""
