@@ -17,7 +17,7 @@ from marsrl.trainer.checks.models import taught_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers, why_not_dispatcher
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.supervised.tutors import WHO_IS_TAUGHT
 from marsrl.trainer.torchrun import is_rank_0
@@ -83,9 +83,14 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
     """Check that the layout can split the model and its reference, and that the loss can be computed on them."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
-    layout = resolve(config.policies[name].layout)
+    layout, dispatcher = resolve(config.policies[name].layout), config.policies[name].dispatcher
     check(layout, shape, world_size)
     choose_layers(config.policies[name].layers)
+    why = why_not_dispatcher(dispatcher, layout.expert * layout.expert_tensor)
+    if dispatcher != "alltoall" and not shape.num_experts:
+        why = f"policies.{name}.model is a {shape.architecture} without experts"
+    if why is not None:
+        raise ConfigError(f"policies.{name}.dispatcher is {dispatcher}, but {why}; set alltoall")
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
         raise ConfigError(f"policies.{name}.{reason}")
     if config.trainer.router_replay != "none" and not shape.num_experts:

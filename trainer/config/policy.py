@@ -42,6 +42,11 @@ class LayoutConfig(Settings):
     """context-parallel size: ranks that split each sequence; for sequences whose activations do not fit even with recompute:
     full"""
 
+    @property
+    def tensor_of_experts(self) -> int:
+        """expert_tensor, with its default filled in."""
+        return self.expert_tensor or (self.tensor if self.expert == 1 else 1)
+
 
 class OptimizerConfig(Settings):
     """AdamW. MarsRL uses a constant learning rate of 1e-6."""
@@ -112,6 +117,9 @@ class PolicyConfig(Settings):
     """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
     layer, from its input; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the inputs in
     CPU memory (GPU only)"""
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
+    """exchange of tokens between ranks with different experts; alltoall: NCCL's all-to-all; deepep, hybridep: DeepEP's kernels
+    (docs/parallelism.md; they must be installed; GPU and bfloat16 only; not tested on GPUs)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
     """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False
@@ -178,6 +186,16 @@ class PolicyConfig(Settings):
             yield (
                 f"{key}.{'engines' if self.engines else 'vllm'} is set, but {key}.engine=openai starts no engines; remove it"
             )
+        if self.dispatcher != "alltoall" and self.layout.expert * self.layout.tensor_of_experts == 1:
+            yield (
+                f"{key}.dispatcher is {self.dispatcher}, but {key}.layout keeps all experts on each rank; set layout.expert "
+                "above 1, or dispatcher=alltoall"
+            )
+        if self.dispatcher != "alltoall" and self.dtype == "float32":
+            yield (
+                f"{key}.dispatcher is {self.dispatcher}, which sums only bfloat16, but {key}.dtype is float32; set bfloat16, or "
+                "dispatcher=alltoall"
+            )
         if self.engine == "openai" and not self.frozen:
             yield (
                 f"{key}: a policy with engine=openai cannot be trained, because the server returns no token ids or log-probs "
@@ -210,7 +228,7 @@ class PolicyConfig(Settings):
             yield f"{key}.reference is past, but loss.kl is none; set loss.kl=k3, or {key}.reference=none"
 
 
-OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")
+OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "dispatcher", "layers", "deterministic")
 """Settings that a policy takes from its base, because both use one frozen copy of the weights."""
 
 
@@ -255,10 +273,9 @@ def why_not_adapter(adapter: AdapterConfig, shape: ModelShape, layout: LayoutCon
         return None
     if not shape.num_experts:
         return f"adapter.targets includes experts, but {shape.architecture} has none; set mlp"
-    expert_tensor = layout.expert_tensor or (layout.tensor if layout.expert == 1 else 1)
-    if expert_tensor > 1:
+    if layout.tensor_of_experts > 1:
         return (
-            f"adapter.targets includes experts, which layout.expert_tensor={expert_tensor} splits; set layout.expert above 1 "
-            "with expert_tensor 1, or remove experts"
+            f"adapter.targets includes experts, which layout.expert_tensor={layout.tensor_of_experts} splits; set layout.expert "
+            "above 1 with expert_tensor 1, or remove experts"
         )
     return None

@@ -7,6 +7,9 @@ moe_permute     a row for each expert of a token, sorted by expert
     moe_unpermute
   reduce-scatter, all-to-all                                                                 (megatron's)
 moe_unpermute   the sum of a token's rows
+
+This is TokenDispatcher. With policies.<name>.dispatcher=deepep, DeepEP does the outer steps and sends a token once to each rank
+(DeepEPExchange); with hybridep, DeepEP's HybridEP does all steps around GroupedExperts. Both are megatron's "flex" dispatcher.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, _DeepepManager
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.parameter import Parameter
@@ -159,3 +163,39 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         out = moe_unpermute(rows, self.order).view(self.hidden_shape)
         del self.order, self.order_of_received, self.tokens_per_expert
         return out
+
+
+class DeepEPExchange(_DeepepManager):
+    """Megatron's exchange of tokens by DeepEP, with kernels.moe_permute between received tokens and rows of experts.
+
+    A token's rows on a rank are summed in float32 and rounded once; DeepEP sums over ranks. Megatron's own permutation waits for
+    the GPU in every layer, and sums in the dtype of the rows. Not run with DeepEP.
+    """
+
+    dispatched_indices: Any
+    dispatched_probs: Any
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows sorted by this rank's experts and their weights, from received tokens [R, H]; state is dropped."""
+        chosen, probs = self.dispatched_indices, self.dispatched_probs  # [R, top-k]; -1: the expert is on another rank
+        shape = (len(hidden_states), self.num_local_experts + 1)
+        experts = torch.where(chosen < 0, self.num_local_experts, chosen)  # the last column is left out
+        routing_map = torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter_(1, experts, True)
+        weights = probs.new_zeros(shape).scatter(1, experts, probs)
+        self.order = RowOrder.of_map(routing_map[:, :-1].contiguous(), int(self.tokens_per_expert.sum()))
+        self.dispatched_indices = self.dispatched_probs = None
+        return moe_permute(hidden_states, weights[:, :-1].contiguous(), self.order)
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        """Return the sum of each received token's rows, [R, H]."""
+        out = moe_unpermute(hidden_states, self.order)
+        del self.order
+        return out
+
+
+def install_dispatcher(layer: MoELayer, backend: str) -> None:
+    """Give the layer our part of the dispatcher that its config names."""
+    if backend == "alltoall":
+        layer.token_dispatcher.__class__ = TokenDispatcher
+    elif backend == "deepep":
+        layer.token_dispatcher._comm_manager.__class__ = DeepEPExchange

@@ -6,12 +6,14 @@
     rope                    rotation of queries and keys in one kernel; angles are gathered by position first (head.py), so the
                             kernel needs no bounds of sequences
 
-The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU.
+The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU. Also the reasons why DeepEP cannot
+exchange experts' tokens (experts.py).
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -21,6 +23,7 @@ from marsrl.kernels.main_grad import wgrad_gemm_accum_fp32
 
 Layers = Literal["transformer_engine", "ours"]
 APEX = "fused_weight_gradient_mlp_cuda"
+PADS_HYBRIDEP = "moe_hybridep_pad_uneven_dispatch_inputs"
 _NO_GPU = "PyTorch sees no CUDA device"
 
 
@@ -57,6 +60,27 @@ def why_not_transformer_engine() -> str | None:
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
     except (ImportError, OSError) as error:  # The torch part or a CUDA library may be missing.
         return f"transformer_engine is installed but cannot be imported: {error}"
+    return None
+
+
+def why_not_dispatcher(wanted: str, num_ranks: int) -> str | None:
+    """Return why this machine cannot exchange tokens by policies.<name>.dispatcher; None if it can.
+
+    num_ranks: ranks that hold a layer's experts together.
+    """
+    if wanted == "alltoall":
+        return None
+    reason = why_not_on_gpu("deep_ep", "Buffer" if wanted == "deepep" else "HybridEPBuffer")
+    if reason is not None:
+        return reason
+    if wanted == "hybridep":
+        found = version("megatron-core")
+        is_old = tuple(map(int, found.split(".")[:2])) < (0, 19)
+        return f"megatron-core {found} does not pad ranks to equal numbers of tokens, as 0.19 does" if is_old else None
+    try:
+        import_module("deep_ep").Buffer.get_dispatch_config(num_ranks)
+    except AssertionError as error:
+        return f"DeepEP has no settings for the {num_ranks} ranks of layout.expert x layout.expert_tensor ({error})"
     return None
 
 

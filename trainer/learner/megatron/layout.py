@@ -45,8 +45,7 @@ class Layout:
 
 def resolve(config: LayoutConfig) -> Layout:
     """Fill in the default of expert_tensor: `tensor` for expert 1, else 1."""
-    expert_tensor = config.expert_tensor or (config.tensor if config.expert == 1 else 1)
-    return Layout(config.tensor, config.expert, expert_tensor, config.pipeline, config.context)
+    return Layout(config.tensor, config.expert, config.tensor_of_experts, config.pipeline, config.context)
 
 
 def check(layout: Layout, shape: ModelShape, world_size: int) -> None:

@@ -10,7 +10,7 @@ The module that serves each part of a transformer layer:
                       kernels where it is installed)
     activation        kernels.swiglu: Swiglu below for an MLP; with the router's weights for experts
     experts           GroupedExperts on kernels.grouped_linear, in both columns
-    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, in both columns; bare_model installs it
+    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, in both columns, or DeepEP; bare_model installs it
 
 Each norm takes one or two kernels each way, and keeps its input and one number per row. We have not compared the speed of the two
 norms. TransformerEngine's norm is used whenever its linear layers are used.
@@ -49,9 +49,9 @@ from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm, Segments
 from marsrl.trainer.learner.megatron.balance import BalancedRouter
 from marsrl.trainer.learner.megatron.convert import Converter
-from marsrl.trainer.learner.megatron.experts import GroupedExperts, TokenDispatcher
+from marsrl.trainer.learner.megatron.experts import GroupedExperts, install_dispatcher
 from marsrl.trainer.learner.megatron.head import PolicyModel
-from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
+from marsrl.trainer.learner.megatron.layer_choice import PADS_HYBRIDEP, choose_fusions, choose_layers
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
 
@@ -184,6 +184,11 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
         }
+        if policy.dispatcher != "alltoall":
+            moe |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": policy.dispatcher}
+        if policy.dispatcher == "hybridep" and PADS_HYBRIDEP in TransformerConfig.__dataclass_fields__:
+            moe[PADS_HYBRIDEP] = True  # Ranks' micro-batches differ in length.
+    moe = {"moe_token_dispatcher_type": "alltoall"} | moe  # The default rejects variable lengths, even in dense models.
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -215,7 +220,6 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # Micro-batches differ in length, so pipeline stages exchange shapes.
-        moe_token_dispatcher_type="alltoall",  # The default rejects variable lengths, even in dense models.
         transformer_impl="transformer_engine" if layers.layers == "transformer_engine" else "local",
         calculate_per_token_loss=True,  # The loss is already divided by the global normaliser.
         **moe,
@@ -242,7 +246,7 @@ def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> Polic
     rope.inv_freq = rotary_frequencies(shape, rope.inv_freq.device)
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            layer.mlp.token_dispatcher.__class__ = TokenDispatcher
+            install_dispatcher(layer.mlp, policy.dispatcher)
     if policy.recompute == "full_offload":
         model.decoder.__class__ = OffloadingBlock
     elif policy.recompute == "full_but_attention":

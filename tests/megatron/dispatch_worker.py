@@ -1,0 +1,56 @@
+"""A job of two gloo ranks: the same steps with every dispatcher, under layouts that split the experts. See test_dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fake_deep_ep
+import megatron_models as tiny
+import torch
+import torch.distributed as dist
+
+from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron import parallel, shim
+
+shim.install()
+from marsrl.trainer.learner.megatron.experts import DeepEPExchange  # noqa: E402
+
+DISPATCHERS = ("alltoall", "deepep", "hybridep")
+OPTIMIZER = tiny.OPTIMIZER.model_copy(update={"eps": 1e-2})  # AdamW would magnify rounding of gradients near zero
+
+
+def batches(samples: list[TrainSequence], layout: dict[str, int]) -> list[PackedBatch]:
+    """Return this rank's micro-batches: of different lengths, and the last one empty on the second of two data ranks."""
+    if layout.get("tensor", 1) > 1:
+        return [pack(samples[i::2], align=2) for i in range(2)]
+    mine = samples[dist.get_rank() :: 2]
+    return [pack(mine[:2]), pack(mine[2:] if dist.get_rank() == 0 else [])]
+
+
+def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
+    own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
+    policy: Learner = tiny.learner(model, **own)
+    samples = tiny.sequences(9, seed=1, multiple=2)
+    if settings.get("router_replay") == "rollout":
+        samples = tiny.with_random_experts(samples)
+    mine = batches(samples, layout)
+    fake_deep_ep.CALLS.clear()
+    stats = [tiny.step(policy, mine, normaliser=tiny.num_trained(samples)) for _ in range(2)]
+    calls = sorted(set(fake_deep_ep.CALLS))
+    manager = getattr(policy.model.decoder.layers[0].mlp.token_dispatcher, "_comm_manager", None)
+    assert (dispatcher == "deepep") == isinstance(manager, DeepEPExchange)
+    found = {"stats": [[each.loss, each.grad_norm] for each in stats], "weights": tiny.weights(policy), "calls": calls}
+    parallel.stop(keep_world=True)
+    return found
+
+
+def job(out: str, model: str, cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> None:
+    """Save {case: {dispatcher: findings}} of rank 0 to `out`."""
+    fake_deep_ep.install()
+    found = {
+        name: {dispatcher: steps(model, layout, settings, dispatcher) for dispatcher in DISPATCHERS}
+        for name, (layout, settings) in cases.items()
+    }
+    if dist.get_rank() == 0:
+        torch.save(found, out)
