@@ -33,6 +33,7 @@ class Training:
     deterministic: attention keeps separate copies of the queries' gradient. router_replay: replay mode of a model with experts.
     adapters: adapters trained on one frozen copy of the model; (): the model itself is trained.
     sleeps: trainer.sleep, with engines on the same GPUs.
+    overlaps_dispatch: a micro-batch's forward runs beside the backward of the one before it.
     """
 
     shape: ModelShape
@@ -51,6 +52,7 @@ class Training:
     router_replay: RouterReplay = "none"
     adapters: tuple[AdapterConfig, ...] = ()
     sleeps: bool = False
+    overlaps_dispatch: bool = False
 
     def trained(self, stage: int) -> RankElements:
         """Return the counts of trained parameters, with gradient and optimizer state, on a rank of this pipeline stage."""
@@ -123,9 +125,9 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
              + max(head, remade and working of a layer)
 
-    in_flight = min(micro-batches, PP - stage), with alternating forwards and backwards. The optimizer's fused update makes no
-    copies. The reference model scores before the update's first forward and saves nothing for a backward, so apart from its
-    weights it needs less memory than the update.
+    in_flight = min(micro-batches, PP - stage), with alternating forwards and backwards; with overlaps_dispatch L + 1 layers. The
+    optimizer's fused update makes no copies. The reference model scores before the update's first forward and saves nothing for a
+    backward, so apart from its weights it needs less memory than the update.
     """
     layout = setup.layout
     counts, trained = rank_elements(setup.shape, layout, stage), setup.trained(stage)
@@ -133,7 +135,9 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     num_layers = setup.shape.num_layers // layout.pipeline
     in_flight = min(setup.num_micro_batches, layout.pipeline - stage)
     is_last = stage == layout.pipeline - 1
-    saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
+    is_overlapped = setup.overlaps_dispatch and setup.num_micro_batches > 1
+    num_saved = in_flight * num_layers + is_overlapped
+    saved = num_saved * layer_bytes(setup, setup.recompute) + (in_flight + is_overlapped) * angle_bytes(setup)
     saved += setup.num_micro_batches * batch_bytes(setup)
     head = head_bytes(setup) if is_last else 0
     offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0

@@ -257,6 +257,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         router_replay=replay,
         adapters=adapters,
         sleeps=config.trainer.sleep,
+        overlaps_dispatch=policy.overlap_dispatch,
     )
     return Job(
         training,

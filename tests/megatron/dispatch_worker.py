@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import fake_deep_ep
 import megatron_models as tiny
@@ -14,6 +15,7 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel, shim
 
 shim.install()
+from marsrl.trainer.learner.megatron.attention import PackedAttention  # noqa: E402
 from marsrl.trainer.learner.megatron.experts import DeepEPExchange  # noqa: E402
 
 DISPATCHERS = ("alltoall", "deepep", "hybridep")
@@ -29,10 +31,12 @@ def batches(samples: list[TrainSequence], layout: dict[str, int]) -> list[Packed
 
 
 def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
+    """Return statistics and weights of two steps, and the stand-ins' methods that they called."""
     own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
     policy: Learner = tiny.learner(model, **own)
-    samples = tiny.sequences(9, seed=1, multiple=2)
-    if settings.get("router_replay") == "rollout":
+    replays = settings.get("router_replay") == "rollout"
+    samples = tiny.sequences(9, seed=1, multiple=2 if replays else 1)
+    if replays:
         samples = tiny.with_random_experts(samples)
     mine = batches(samples, layout)
     fake_deep_ep.CALLS.clear()
@@ -45,12 +49,40 @@ def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatch
     return found
 
 
-def job(out: str, model: str, cases: dict[str, tuple[dict[str, int], dict[str, Any]]]) -> None:
+def overlapped(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> list[dict[str, Any]]:
+    """Return the findings without and with overlap_dispatch, and the order in which layers ran."""
+    found = []
+    for overlaps in (False, True):
+        order: list[str] = []
+        with mock.patch.object(PackedAttention, "forward", noted(PackedAttention.forward, order)):
+            found.append(
+                steps(model, layout, {**settings, "dtype": "bfloat16", "overlap_dispatch": overlaps}, dispatcher)
+            )
+        found[-1]["order"] = order
+    return found
+
+
+def noted(forward: Any, order: list[str]) -> Any:
+    """Return the forward method of a layer's attention, noting the order of forward passes with a gradient and backward ones."""
+
+    def run(self: Any, *inputs: Any, **options: Any) -> Any:
+        output = forward(self, *inputs, **options)
+        if output.requires_grad:
+            order.append(f"forward {self.layer_number}")
+            output.register_hook(lambda gradient: order.append(f"backward {self.layer_number}"))
+        return output
+
+    return run
+
+
+def job(out: str, model: str, cases: dict[str, Any], overlaps: dict[str, Any]) -> None:
     """Save {case: {dispatcher: findings}} of rank 0 to `out`."""
     fake_deep_ep.install()
-    found = {
-        name: {dispatcher: steps(model, layout, settings, dispatcher) for dispatcher in DISPATCHERS}
-        for name, (layout, settings) in cases.items()
+    found: dict[str, Any] = {
+        f"{name}/{dispatcher}": job(model, layout, settings, dispatcher)
+        for job, jobs in ((steps, cases), (overlapped, overlaps))
+        for name, (layout, settings) in jobs.items()
+        for dispatcher in DISPATCHERS
     }
     if dist.get_rank() == 0:
         torch.save(found, out)

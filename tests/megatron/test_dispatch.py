@@ -28,13 +28,21 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2_etp2": ({"tensor": 2}, {"router_replay": "recompute"}),
     "ep2_adapter": ({"expert": 2}, {"adapter": {"targets": ["attention", "experts"]}}),
 }
+OVERLAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "tp2_ep2_padded": ({"tensor": 2, "expert": 2}, {"router_aux_loss": 0.05}),
+    "ep2_selective": ({"expert": 2}, {"router_replay": "rollout", "recompute": "selective"}),
+    "ep2_reduced": (
+        {"expert": 2},
+        {"optimizer": {"lr": 1e-2, "overlap_grad_reduce": True, "overlap_param_gather": True}},
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("dispatch")
     model = save_model("qwen3_moe", folder / "m")
-    job = {"out": str(folder / "found.pt"), "model": str(model), "cases": CASES}
+    job = {"out": str(folder / "found.pt"), "model": str(model), "cases": CASES, "overlaps": OVERLAPPED}
     two_ranks.run(Path(dispatch_worker.__file__), job)
     report: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)  # written by this test just now
     return report
@@ -48,11 +56,22 @@ def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict
 def test_every_dispatcher_takes_the_same_steps(
     found: dict[str, Any], case: str, dispatcher: str, calls: list[str]
 ) -> None:
-    expected, other = found[case]["alltoall"], found[case][dispatcher]
+    expected, other = found[f"{case}/alltoall"], found[f"{case}/{dispatcher}"]
     assert (expected["calls"], other["calls"]) == ([], calls)
     for ours, theirs in zip(other["stats"], expected["stats"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6)
     assert largest_difference(other["weights"], expected["weights"]) < 2e-6
+
+
+@pytest.mark.parametrize("case", OVERLAPPED)
+@pytest.mark.parametrize("dispatcher", dispatch_worker.DISPATCHERS)
+def test_overlapped_micro_batches_take_the_same_steps(found: dict[str, Any], case: str, dispatcher: str) -> None:
+    plain, overlapped = found[f"{case}/{dispatcher}"]
+    assert overlapped["stats"] == plain["stats"]
+    assert largest_difference(overlapped["weights"], plain["weights"]) == 0.0
+    forward, backward = ["forward 1", "forward 2"], ["backward 2", "backward 1"]
+    assert plain["order"] == (forward + backward) * 4  # two steps of two micro-batches
+    assert overlapped["order"] == [*forward, "forward 1", "backward 2", "forward 2", "backward 1", *backward] * 2
 
 
 def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +88,32 @@ def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     for version, reason in {"0.16.1": "megatron-core 0.16.1 does not pad ranks", "0.19.2": "None"}.items():
         monkeypatch.setattr(layer_choice, "version", lambda name, version=version: version)
         assert str(why_not_dispatcher("hybridep", 8)).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("layout.expert=1", "policies.main.layout.expert is 1; set above 1, or overlap_dispatch=false"),
+        ("layout.pipeline=2", "policies.main.layout.pipeline is 2; set 1"),
+        ("recompute=full", "policies.main.recompute is full; set none or selective"),
+        ("dtype=float32", "policies.main.dtype is float32; set bfloat16"),
+        ("adapter={}", "policies.main.adapter is set; set null"),
+    ],
+)
+def test_settings_that_cannot_overlap_are_refused(word: str, reason: str) -> None:
+    settings = ["overlap_dispatch=true", "layout.expert=2", "dtype=bfloat16", word]
+    with pytest.raises(ConfigError, match=f"policies.main.overlap_dispatch is true, but {reason}"):
+        read_config(None, [f"policies.main.{each}" for each in settings])
+
+
+def test_one_expert_on_each_rank_cannot_overlap(tmp_path: Path) -> None:
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    policy = {"model": str(folder), "overlap_dispatch": True, "dtype": "bfloat16", "layout": {"expert": 4}}
+    config = RunConfig.model_validate({"policies": {"main": policy}})
+    with pytest.raises(
+        ConfigError, match="overlap_dispatch is true, but layout.expert=4 leaves one expert on each rank"
+    ):
+        check_trainable(config, "main", read_shape(folder), 4)
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def compare(
     is_distributed: bool = True,
     router_replay: RouterReplay = "none",
     adapter: dict[str, Any] | None = None,
+    overlap_dispatch: bool = False,
 ) -> dict[str, Any]:
     """Return {static, peak, working: [measured, planned]} in bytes, of the rank that needs most memory.
 
@@ -143,6 +144,7 @@ def compare(
             layout=layout,
             optimizer={"distributed": is_distributed},
             adapter=adapter,
+            overlap_dispatch=overlap_dispatch,
             reference_dir=reference,
             router_replay=router_replay,
         )
@@ -169,6 +171,7 @@ def compare(
         reference=read_shape(reference) if reference else None,
         router_replay=router_replay,
         adapters=(AdapterConfig.model_validate(adapter),) if adapter else (),
+        overlaps_dispatch=overlap_dispatch,
     )
     if rows:
         setup = replace(setup, expert_imbalance=max(rows) / setup.rows)

@@ -41,6 +41,7 @@ VARIED: dict[str, tuple[object, ...]] = {
     "policies.main.layout.context": (2, 4),
     "policies.main.recompute": ("none", "selective", "full_but_attention", "full_offload"),
     "policies.main.deterministic": ("true",),
+    "policies.main.overlap_dispatch": ("true",),
     "policies.main.optimizer.offload": ("true", "false"),
     "loss.ratio": ("sequence",),
     "loss.correction": ("none", "sequence_mask"),

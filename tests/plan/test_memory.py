@@ -106,6 +106,8 @@ TWO = {"tensor": 2, "expert": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "moe dp2": {"layout": {}},
     "moe ep2": {"layout": {"expert": 2}, "recompute": "full"},
+    "moe ep2, overlapped": {"layout": {"expert": 2}, "overlap_dispatch": True},
+    "moe ep2, overlapped, selective": {"layout": {"expert": 2}, "overlap_dispatch": True, "recompute": "selective"},
     "moe tp2 ep2, reference": {"layout": TWO, "reference": "qwen3_moe"},
     "moe tp2 etp2": {"layout": {"tensor": 2}, "recompute": "full"},
     "dense pp2, offloaded": {"kind": "qwen3", "layout": {"pipeline": 2}, "recompute": "full_offload"},

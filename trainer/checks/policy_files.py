@@ -91,6 +91,11 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
         why = f"policies.{name}.model is a {shape.architecture} without experts"
     if why is not None:
         raise ConfigError(f"policies.{name}.dispatcher is {dispatcher}, but {why}; set alltoall")
+    if config.policies[name].overlap_dispatch and layout.expert == shape.num_experts:
+        raise ConfigError(  # megatron-core 0.16.1 would free the rows that this expert's backward pass reads.
+            f"policies.{name}.overlap_dispatch is true, but layout.expert={layout.expert} leaves one expert on each rank; "
+            "lower layout.expert, or set overlap_dispatch=false"
+        )
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
         raise ConfigError(f"policies.{name}.{reason}")
     if config.trainer.router_replay != "none" and not shape.num_experts:

@@ -120,6 +120,9 @@ class PolicyConfig(Settings):
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
     """exchange of tokens between ranks with different experts; alltoall: NCCL's all-to-all; deepep, hybridep: DeepEP's kernels
     (docs/parallelism.md; they must be installed; GPU and bfloat16 only; not tested on GPUs)"""
+    overlap_dispatch: bool = False
+    """exchange experts' tokens of one micro-batch while another computes (docs/parallelism.md); needs layout.expert above 1,
+    bfloat16, and recompute none or selective; not tested on GPUs"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
     """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False
@@ -196,6 +199,16 @@ class PolicyConfig(Settings):
                 f"{key}.dispatcher is {self.dispatcher}, which sums only bfloat16, but {key}.dtype is float32; set bfloat16, or "
                 "dispatcher=alltoall"
             )
+        if self.overlap_dispatch:
+            for setting, is_right, expected in (
+                (f"layout.expert is {self.layout.expert}", self.layout.expert > 1, "above 1"),
+                (f"layout.pipeline is {self.layout.pipeline}", self.layout.pipeline == 1, "1"),
+                (f"recompute is {self.recompute}", self.recompute in ("none", "selective"), "none or selective"),
+                (f"dtype is {self.dtype}", self.dtype != "float32", "bfloat16"),
+                ("adapter is set", self.adapter is None, "null"),
+            ):
+                if not is_right:
+                    yield f"{key}.overlap_dispatch is true, but {key}.{setting}; set {expected}, or overlap_dispatch=false"
         if self.engine == "openai" and not self.frozen:
             yield (
                 f"{key}: a policy with engine=openai cannot be trained, because the server returns no token ids or log-probs "
@@ -228,7 +241,17 @@ class PolicyConfig(Settings):
             yield f"{key}.reference is past, but loss.kl is none; set loss.kl=k3, or {key}.reference=none"
 
 
-OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "dispatcher", "layers", "deterministic")
+OF_BASE = (
+    "model",
+    "shape",
+    "dtype",
+    "layout",
+    "recompute",
+    "dispatcher",
+    "overlap_dispatch",
+    "layers",
+    "deterministic",
+)
 """Settings that a policy takes from its base, because both use one frozen copy of the weights."""
 
 

@@ -72,9 +72,11 @@ class BalancedRouter(TopKRouter):
     """Megatron's router with the balancing loss of a whole update."""
 
     tally: _Tally | None = None
+    padding_mask: Tensor | None = None  # Mask of the next forward pass, where megatron passes none (head.py: plan).
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route as megatron does. logits: [T, 1, E]; padding_mask: [T, 1] bool, True for padding."""
+        padding_mask = self.padding_mask if padding_mask is None else padding_mask
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         tally = self.tally
         # A layer with recomputation runs its first forward pass without gradients.

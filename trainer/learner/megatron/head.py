@@ -67,28 +67,72 @@ class PolicyModel(GPTModel):
     def forward(
         self, batch: PackedBatch, loss: LossInputs | None = None, mpt: MptConfig | None = None, active: Any = None
     ) -> Any:
-        self.active, embedded = active, None
-        if self.pre_process:
-            embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
-            if active is not None and torch.is_grad_enabled():
-                embedded.requires_grad_()  # Otherwise recomputed layers would have no gradient.
-        # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
-        angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
-        if self.config.qk_layernorm:  # NormedAttention applies the rotation.
-            once = angles.flatten(1).chunk(2, dim=-1)[0]
-            angles = torch.cat((once.cos(), once.sin()), dim=-1)
+        self.active, inputs = active, self._inputs(batch)
+        embedded, angles, *_, padding_mask = self._preprocess(**inputs)
+        if embedded is not None and active is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()  # Otherwise recomputed layers would have no gradient.
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=angles,
-            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
-            padding_mask=self._padding(batch) if self.config.num_moe_experts else None,
+            packed_seq_params=inputs["packed_seq_params"],
+            padding_mask=padding_mask,
         )
         if active is not None and hidden.requires_grad:
             # Recomputed layers must use this micro-batch's adapters.
             hidden.register_hook(lambda gradient: setattr(self, "active", active))
-        if not self.post_process:
-            return hidden
+        return self._scored(hidden, batch, loss, mpt) if self.post_process else hidden
+
+    def plan(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig) -> tuple[Any, Callable[[Tensor], Any]]:
+        """Return megatron's plan of a forward and backward pass (combined_1f1b.py), and the function that ends the forward.
+
+        Parts of each layer run between those of another micro-batch.
+        """
+        inputs, results = self._inputs(batch), list[HeadResult]()
+
+        def compute(hidden: Tensor) -> Tensor:
+            results.append(self._scored(hidden, batch, loss, mpt))
+            return results[0].policy.loss
+
+        for layer in self.decoder.layers:
+            layer.mlp.router.padding_mask = inputs["padding_mask"].t()  # The plan calls routers without it.
+        plan = self.build_schedule_plan(**inputs, attention_mask=None, extra_block_kwargs={"compute": compute})
+        return plan, lambda total: (total.clone(), torch.zeros((), dtype=torch.int, device=total.device), results[0])
+
+    def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        return {
+            "input_ids": batch.token_ids[None],
+            "position_ids": batch.position_ids[None],
+            "packed_seq_params": Segments.of(
+                batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp
+            ),
+            "padding_mask": self._padding(batch) if self.config.num_moe_experts else None,
+        }
+
+    def _preprocess(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packed_seq_params: Segments,
+        padding_mask: Tensor | None,
+        **unused: Any,
+    ) -> tuple[Tensor | None, Tensor, None, None, None, Tensor | None]:
+        """Return embeddings, angles and padding_mask in the places where megatron's plan expects them."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
+        angles = self.rotary_pos_emb(packed_seq_params.max_seqlen, packed_seq=True)[position_ids[0]]
+        if self.config.qk_layernorm:  # NormedAttention applies the rotation.
+            once = angles.flatten(1).chunk(2, dim=-1)[0]
+            angles = torch.cat((once.cos(), once.sin()), dim=-1)
+        return embedded, angles, None, None, None, padding_mask
+
+    def _postprocess(self, hidden_states: Tensor, extra_block_kwargs: dict[str, Any], **unused: Any) -> Tensor:
+        """End megatron's plan of a forward pass."""
+        loss: Tensor = extra_block_kwargs["compute"](hidden_states)
+        return loss
+
+    def _scored(self, hidden: Tensor, batch: PackedBatch, loss: LossInputs | None, mpt: MptConfig | None) -> Any:
+        """Return HeadResult if a loss is given, else log-probs."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
         def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:

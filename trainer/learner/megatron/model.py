@@ -220,6 +220,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # Micro-batches differ in length, so pipeline stages exchange shapes.
+        overlap_moe_expert_parallel_comm=policy.overlap_dispatch,
         transformer_impl="transformer_engine" if layers.layers == "transformer_engine" else "local",
         calculate_per_token_loss=True,  # The loss is already divided by the global normaliser.
         **moe,

@@ -193,8 +193,12 @@ class Passes:
             experts.
         """
 
-        def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
+        def forward_step(
+            data: Iterator[tuple[PackedBatch, LossInputs]], model: Any, return_schedule_plan: bool = False
+        ) -> tuple[Any, Any]:
             batch, loss = next(data)
+            if return_schedule_plan:  # policies.<name>.overlap_dispatch
+                return self.model.plan(batch, loss, self.mpt)
             return model(batch, loss, self.mpt, self.trained.active(batch, self.layout.tensor)), _loss_of
 
         losses = [

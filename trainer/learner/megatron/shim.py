@@ -69,6 +69,8 @@ def _before_import() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
     cuda.stream = lambda stream=None: contextlib.nullcontext()  # gradient buffers are reduced on a side stream
     cuda.synchronize = lambda device=None: None  # called when a checkpoint is saved
+    cuda.nvtx.range_push = lambda message: None  # the schedule of overlap_moe_expert_parallel_comm names its parts
+    cuda.nvtx.range_pop = lambda: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     _device_constructors()  # `with torch.device(...)` identifies factories by object, at its first use
@@ -78,6 +80,7 @@ def _before_import() -> None:
         _register_builtin(make, f"aten::{name}")  # other libraries' TorchScript functions call these factories
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    tensor.record_stream = lambda tensor, stream: None  # called by the same schedule
     tensor.to = _to  # accepts "cuda"
     tensor.type = _type
 
@@ -210,6 +213,8 @@ class _HostStream:
 
     def record_event(self, event: Any = None) -> Any:
         return event or self
+
+    def record(self, stream: Any = None) -> None: ...
 
     def wait(self, stream: Any = None) -> None: ...
 
