@@ -164,6 +164,10 @@ class Publishing:
                     engine.forget()
                 self.learner.sleeps = True
                 sync.publish(self.learner, 3)
+                if kind == "ipc":  # to an engine that replaces a lost one
+                    for engine in self.engines[1:]:
+                        engine.forget()
+                    sync.send_again(self.learner, 3, 1 if found else None)
                 if found:
                     found[kind]["asleep"] = self.held()
                 self.learner.sleeps = False
