@@ -251,6 +251,11 @@ def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
             f"policy {planned.name}: each rank offloads {configured.memory.host / GIB:.0f} GiB to host memory; with weight "
             f"files and recorded experts a node needs {planned.host_bytes / GIB:.0f} of {planned.gpu.host_memory / GIB:.0f} GiB"
         )
+    if planned.policy.overlap_dispatch or planned.policy.dispatcher != "alltoall":
+        notes.append(
+            f"policy {planned.name}: an update is planned as with dispatcher=alltoall and overlap_dispatch=false, because other "
+            "values have not been measured"
+        )
     if not best.fits:
         notes.append(
             f"policy {planned.name}: no layout fits on {trainers} trainer GPUs; the closest, {best.layout.words} with "

@@ -323,6 +323,18 @@ def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
     assert policy.configured.needed == policy.engine.taken + hw.PROCESS_BYTES.value
 
 
+def test_an_overlapped_exchange_costs_memory_and_no_planned_time() -> None:
+    words = ["layout.pipeline=1", "layout.expert=4", "recompute=selective", "optimizer.offload=false"]
+    alone, overlapped = (
+        planned("qwen3_30b_a3b_8xh100", 8, "rollout.engines=4", *(f"policies.main.{word}" for word in [*words, last]))
+        for last in ("overlap_dispatch=false", "overlap_dispatch=true")
+    )
+    before, after = (plan.policies[0].configured for plan in (alone, overlapped))
+    assert before is not None and after is not None and after.time == before.time
+    assert after.memory.activations - before.memory.activations > before.memory.activations / 48 * 0.9
+    assert ["overlap_dispatch=false, because" in "".join(plan.notes) for plan in (alone, overlapped)] == [False, True]
+
+
 def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=0) == 58.0
     assert step_seconds([10.0, 30.0], [20.0, 5.0], [1.0, 2.0], overlap=1) == 33.0
