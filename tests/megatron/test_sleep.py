@@ -55,17 +55,19 @@ def trained(learner: Learner, folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": "bfloat16", "objective": KL},
+        {"dtype": "bfloat16", "objective": KL, "reference_dir": "m"},
         {"dtype": "bfloat16", "optimizer": tiny.OPTIMIZER.model_copy(update={"distributed": False})},
         {"dtype": "float32", "optimizer": tiny.OPTIMIZER.model_copy(update=OVERLAPPED)},
         {"dtype": "bfloat16", "adapter": {"targets": ["attention", "experts"]}, "objective": KL},
+        {"dtype": "bfloat16", "adapter": {}, "objective": KL, "reference_dir": "m"},
     ],
-    ids=["reference", "not distributed", "overlapped", "adapter"],
+    ids=["reference", "not distributed", "overlapped", "adapter", "adapter and reference"],
 )
 def test_a_learner_that_sleeps_trains_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
-    whole_reference = {"reference_dir": folder} if "objective" in settings and "adapter" not in settings else {}
-    learners = [tiny.learner(folder, sleeps=sleeps, **whole_reference, **settings) for sleeps in (False, True)]
+    if "reference_dir" in settings:
+        settings = {**settings, "reference_dir": tmp_path / settings["reference_dir"]}
+    learners = [tiny.learner(folder, sleeps=sleeps, **settings) for sleeps in (False, True)]
     learners[1].sleep()  # as before engines start
     expected, found = (trained(each, tmp_path / str(i)) for i, each in enumerate(learners))
     for before, after in zip(expected, found, strict=True):

@@ -161,9 +161,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Sum each token's results, [..., H]."""
         if self.config.overlap_moe_expert_parallel_comm:
-            for (
-                index
-            ) in self.order:  # Made on another stream, which must not reuse the memory before this one has read it.
+            for index in self.order:  # The stream that made it must not reuse its memory before this one has read it.
                 index.record_stream(torch.cuda.current_stream())
         out = moe_unpermute(rows, self.order).view(self.hidden_shape)
         del self.order, self.order_of_received, self.tokens_per_expert
