@@ -31,6 +31,10 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 OVERLAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp2_ep2_padded": ({"tensor": 2, "expert": 2}, {"router_aux_loss": 0.05}),
     "ep2_selective": ({"expert": 2}, {"router_replay": "rollout", "recompute": "selective"}),
+    "ep2_adapter_selective": (
+        {"expert": 2},
+        {"adapter": {"targets": ["attention", "experts"]}, "recompute": "selective"},
+    ),
     "ep2_reduced": (
         {"expert": 2},
         {"optimizer": {"lr": 1e-2, "overlap_grad_reduce": True, "overlap_param_gather": True}},
@@ -97,7 +101,6 @@ def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
         ("layout.pipeline=2", "policies.main.layout.pipeline is 2; set 1"),
         ("recompute=full", "policies.main.recompute is full; set none or selective"),
         ("dtype=float32", "policies.main.dtype is float32; set bfloat16"),
-        ("adapter={}", "policies.main.adapter is set; set null"),
     ],
 )
 def test_settings_that_cannot_overlap_are_refused(word: str, reason: str) -> None:

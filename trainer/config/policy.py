@@ -205,7 +205,6 @@ class PolicyConfig(Settings):
                 (f"layout.pipeline is {self.layout.pipeline}", self.layout.pipeline == 1, "1"),
                 (f"recompute is {self.recompute}", self.recompute in ("none", "selective"), "none or selective"),
                 (f"dtype is {self.dtype}", self.dtype != "float32", "bfloat16"),
-                ("adapter is set", self.adapter is None, "null"),
             ):
                 if not is_right:
                     yield f"{key}.overlap_dispatch is true, but {key}.{setting}; set {expected}, or overlap_dispatch=false"

@@ -69,8 +69,6 @@ class PolicyModel(GPTModel):
     ) -> Any:
         self.active, inputs = active, self._inputs(batch)
         embedded, angles, *_, padding_mask = self._preprocess(**inputs)
-        if embedded is not None and active is not None and torch.is_grad_enabled():
-            embedded.requires_grad_()  # Otherwise recomputed layers would have no gradient.
         hidden = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -83,12 +81,14 @@ class PolicyModel(GPTModel):
             hidden.register_hook(lambda gradient: setattr(self, "active", active))
         return self._scored(hidden, batch, loss, mpt) if self.post_process else hidden
 
-    def plan(self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig) -> tuple[Any, Callable[[Tensor], Any]]:
+    def plan(
+        self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, active: Any
+    ) -> tuple[Any, Callable[[Tensor], Any]]:
         """Return megatron's plan of a forward and backward pass (combined_1f1b.py), and the function that ends the forward.
 
         Parts of each layer run between those of another micro-batch.
         """
-        inputs, results = self._inputs(batch), list[HeadResult]()
+        self.active, inputs, results = active, self._inputs(batch), list[HeadResult]()
 
         def compute(hidden: Tensor) -> Tensor:
             results.append(self._scored(hidden, batch, loss, mpt))
@@ -119,6 +119,8 @@ class PolicyModel(GPTModel):
     ) -> tuple[Tensor | None, Tensor, None, None, None, Tensor | None]:
         """Return embeddings, angles and padding_mask in the places where megatron's plan expects them."""
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if embedded is not None and self.active is not None and torch.is_grad_enabled():
+            embedded.requires_grad_()  # Otherwise recomputed layers, and parts of a plan, would have no gradient.
         # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
         angles = self.rotary_pos_emb(packed_seq_params.max_seqlen, packed_seq=True)[position_ids[0]]
         if self.config.qk_layernorm:  # NormedAttention applies the rotation.

@@ -197,9 +197,10 @@ class Passes:
             data: Iterator[tuple[PackedBatch, LossInputs]], model: Any, return_schedule_plan: bool = False
         ) -> tuple[Any, Any]:
             batch, loss = next(data)
+            active = self.trained.active(batch, self.layout.tensor)
             if return_schedule_plan:  # policies.<name>.overlap_dispatch
-                return self.model.plan(batch, loss, self.mpt)
-            return model(batch, loss, self.mpt, self.trained.active(batch, self.layout.tensor)), _loss_of
+                return self.model.plan(batch, loss, self.mpt, active)
+            return model(batch, loss, self.mpt, active), _loss_of
 
         losses = [
             micro_batch.loss if agent is None else _only_of(agent, micro_batch.loss)
