@@ -178,6 +178,12 @@ def shortages(needs: Needs) -> Iterator[str]:
                 f"policy {name}: NCCL takes {needs.rank_transfer_bytes / GIB:.1f} GiB of that to publish weights; "
                 "sync.backend=shm would fit, but is slower"
             )
+        beside = configured.memory.static + needs.job.between_bytes + hw.PROCESS_BYTES.value
+        if needs.job.between_bytes and not needs.job.training.sleeps and beside > gpu.memory_bytes:
+            yield (
+                f"policy {name}: while its engines decode, the trainer keeps {configured.memory.static / GIB:.1f} GiB beside the "
+                f"engine's {needs.job.between_bytes / GIB:.1f}; set trainer.sleep=true, or lower {room}"
+            )
     if needs.host_bytes > gpu.host_memory:
         yield (
             f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of host memory for offloaded "

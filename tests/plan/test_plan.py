@@ -316,6 +316,9 @@ def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
     assert before.needed == after.needed  # of an update
     wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95", "trainer.sleep=false")
     assert not wide.fits and not any("CUDA context alone" in note for note in wide.notes)
+    assert any(
+        "GiB beside the engine's 75.1; set trainer.sleep=true, or lower rollout.vllm.gpu" in n for n in wide.notes
+    )
     wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95")
     assert wide.fits and any("CUDA context alone" in note for note in wide.notes)
     policy = planned("qwen3_4b_1gpu", 1).policies[0]  # its optimizer is in CPU memory anyway
