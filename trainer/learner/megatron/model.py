@@ -172,9 +172,11 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
     dtype = torch.bfloat16 if policy.decided_dtype == "bfloat16" else torch.float32
     layers = choose_layers(policy.layers)
     fusions = choose_fusions(layers)
-    moe: dict[str, Any] = {}
+    moe: dict[str, Any] = {
+        "moe_token_dispatcher_type": "alltoall"
+    }  # The default rejects variable lengths, also without experts.
     if shape.num_experts:
-        moe = {
+        moe |= {
             "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.ffn_size,
             "moe_router_topk": shape.experts_per_token,
@@ -183,12 +185,12 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
+            "overlap_moe_expert_parallel_comm": policy.overlap_dispatch,
         }
         if policy.dispatcher != "alltoall":
             moe |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": policy.dispatcher}
         if policy.dispatcher == "hybridep" and PADS_HYBRIDEP in TransformerConfig.__dataclass_fields__:
             moe[PADS_HYBRIDEP] = True  # Ranks' micro-batches differ in length.
-    moe = {"moe_token_dispatcher_type": "alltoall"} | moe  # The default rejects variable lengths, even in dense models.
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -220,7 +222,6 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # Micro-batches differ in length, so pipeline stages exchange shapes.
-        overlap_moe_expert_parallel_comm=policy.overlap_dispatch,
         transformer_impl="transformer_engine" if layers.layers == "transformer_engine" else "local",
         calculate_per_token_loss=True,  # The loss is already divided by the global normaliser.
         **moe,
