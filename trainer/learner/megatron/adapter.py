@@ -81,7 +81,7 @@ class FrozenBase:
         self.optimizer: Any = None  # BankOptimizer of `trained`.
         self.optimizer_configs: list[OptimizerConfig] = []
         self.wrapped = as_run(self.model).requires_grad_(False)
-        self.memory = Memory(self._state_tensors, self._gradient_tensors)  # With all adapters.
+        self.memory = Memory(self.state_tensors, self.gradient_tensors)  # With all adapters.
         for layer in self.model.decoder.layers:
             prefix, attention, mlp = f"{layer.layer_number - 1}.", layer.self_attention, layer.mlp
             qkv = tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
@@ -95,7 +95,7 @@ class FrozenBase:
                 self._adapt(mlp.linear_fc1, partial(self._column, gate_up, None))
                 self._adapt(mlp.linear_fc2, partial(self._row, f"{prefix}mlp.down_proj"))
 
-    def _state_tensors(self) -> Iterator[Tensor]:
+    def state_tensors(self) -> Iterator[Tensor]:
         """Yield this rank's tensors that outlive a step, of the model, all adapters and their optimizer."""
         yield from self.model.parameters()
         for rows in (*self.trained.buffers.values(), *self.references.buffers.values()):
@@ -103,7 +103,7 @@ class FrozenBase:
         if self.optimizer is not None:
             yield from self.optimizer.state_tensors()
 
-    def _gradient_tensors(self) -> list[Tensor]:
+    def gradient_tensors(self) -> list[Tensor]:
         return [rows.gradients for rows in self.trained.buffers.values()]
 
     def _adapt(self, layer: nn.Module, delta: Any) -> None:
