@@ -49,7 +49,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.data.scatter import BatchShard, Update
+from marsrl.trainer.data.scatter import BatchShard, SharedPrefixes, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve
@@ -219,8 +219,8 @@ class Learner:
         for memory in self._memories:
             memory.wake()
 
-    def shard(self, max_tokens: int) -> BatchShard:
-        """Return this rank's share of a batch, in micro-batches of at most max_tokens."""
+    def shard(self, max_tokens: int, shared_prefixes: SharedPrefixes = "off") -> BatchShard:
+        """Return this rank's share of a batch, in micro-batches of at most max_tokens computed tokens."""
         from megatron.core import parallel_state
 
         return BatchShard(
@@ -230,6 +230,7 @@ class Learner:
             align=self.align,
             routes=parallel.routes(),
             objectives=self._objectives,
+            shared_prefixes=shared_prefixes,
         )
 
     def train_step(
@@ -377,10 +378,12 @@ class Together:
     passes: Passes
     adapters: tuple[int, ...] = ()
 
-    def shard(self, max_tokens: int) -> BatchShard:
+    def shard(self, max_tokens: int, shared_prefixes: SharedPrefixes = "off") -> BatchShard:
         """Return this rank's share of the policies' batch, as Learner.shard."""
         first = next(iter(self.learners.values()))
-        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=self.is_apart)
+        return dataclasses.replace(
+            first.shard(max_tokens, shared_prefixes), adapters=self.adapters, is_apart=self.is_apart
+        )
 
     @property
     def is_apart(self) -> bool:
