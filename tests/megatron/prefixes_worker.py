@@ -6,7 +6,7 @@ test_shared_prefixes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -129,6 +129,16 @@ def in_float64() -> Iterator[None]:
     def without_main_grad(op: Any) -> Any:
         return lambda *args, main_grad=None, **options: op(*args, **options)
 
+    def added(op: Any) -> Any:
+        """Add the gradient of a leaf to main_grad in its own dtype."""
+
+        def run(x: Any, weight: Any, counts: Any, main_grad: Any) -> Any:
+            if main_grad is not None:
+                weight.register_hook(main_grad.add_)
+            return op(x, weight, counts)
+
+        return run
+
     def plain(ddp_config: Any, **given: Any) -> Any:
         return ddp_config(**{**given, "grad_reduce_in_fp32": False, "use_distributed_optimizer": False})
 
@@ -147,16 +157,17 @@ def in_float64() -> Iterator[None]:
         )
         patch(head, "linear_logprob", in_float32)
         patch(experts, "grouped_linear", without_main_grad(experts.grouped_linear))
-        for module in (model, adapter):
-            patch(module, "DistributedDataParallelConfig", partial(plain, module.DistributedDataParallelConfig))
+        patch(adapter, "grouped_linear", added(adapter.grouped_linear))
+        patch(model, "DistributedDataParallelConfig", partial(plain, model.DistributedDataParallelConfig))
         yield
 
 
-def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the passes of the case's policy, and the modules that are trained."""
-    from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
+def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, Callable[[], None], Callable[[], dict[str, Any]]]:
+    """Return the passes of the case's policy, and functions that zero and read its gradients."""
+    from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.convert import Converter
     from marsrl.trainer.learner.megatron.model import build_model
+    from marsrl.trainer.learner.megatron.optimizer import BankOptimizer
     from marsrl.trainer.learner.megatron.passes import Model, Passes
 
     adapters = case.get("adapters", [])
@@ -168,14 +179,32 @@ def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, list[Any]]:
     if adapters:
         configs = [PolicyConfig.model_validate({"adapter": each}).adapter for each in adapters]
         base = FrozenBase(folder, layout, policy)
-        modules: list[Any] = [Adapter(base, config, 0) for config in configs if config is not None]
-        ddps = tuple(for_training(module, policy.optimizer) for module in modules)
-        trained = Model(base.wrapped, tuple(modules), ddps, (0, 1) if len(modules) == AGENTS else ())
-        model = base.model
+        bank, model = base.trained, base.model
+        for config in configs:
+            assert config is not None
+            bank.add(Adapter(base, config, 0))
+        bank.buffers |= {kind: replace(rows, gradients=rows.gradients.double()) for kind, rows in bank.buffers.items()}
+        optimizer = BankOptimizer(bank, [policy.optimizer.model_copy(update={"distributed": False})] * len(adapters))
+        model.config.finalize_model_grads_func = lambda *chunks, **options: optimizer.finalize()
+        trained = Model(base.wrapped, bank, tuple(range(len(adapters))), (0, 1) if len(adapters) == AGENTS else ())
+        zero, modules = optimizer.zero_grad, bank.adapters
+
+        def gradients() -> dict[str, Any]:
+            found = {}
+            for slot, module in enumerate(modules):
+                rows = {kind: rows.gradients[row] for kind, rows, row in bank.rows_of(slot)}
+                pairs = zip(module.matrices(), bank.views(module, rows), strict=True)
+                found |= {f"{slot}.{name}.{letter}": view.clone() for (name, letter, _), view in pairs}
+            return found
+
     else:
         model, ddp = build_model(shape, layout, policy)
         Converter(model, shape).load(folder)
-        trained, modules, ddps = Model(ddp), [model], (ddp,)
+        trained, zero, modules = Model(ddp), ddp.zero_grad_buffer, [model]
+
+        def gradients() -> dict[str, Any]:
+            return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+
     assert all(parameter.dtype == torch.float64 for module in modules for parameter in module.parameters())
     passes = Passes(
         model,
@@ -188,7 +217,7 @@ def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, list[Any]]:
         case.get("old_policy", "sais"),
         case.get("router_replay", "none"),
     )
-    return passes, list(zip(modules, ddps, strict=True))
+    return passes, zero, gradients
 
 
 def update_of(passes: Any, samples: list[TrainSequence], case: dict[str, Any], prefixes: Any, max_tokens: int) -> Any:
@@ -212,19 +241,14 @@ def run(folder: str, case: dict[str, Any], prefixes: str, max_tokens: int) -> tu
     """Return (this rank's gradients by name, statistics, computed tokens of this rank) of one update."""
     samples = family()
     samples = recorded(samples) if case.get("router_replay") == "rollout" else samples
-    passes, trained = passes_of(folder, case)
+    passes, zero, gradients_of = passes_of(folder, case)
     work = passes.prepare(update_of(passes, samples, case, prefixes, max_tokens), is_first=True)
-    for _, ddp in trained:
-        ddp.zero_grad_buffer()
+    zero()
     results, replay, load = passes.forward_backward(work)
-    gradients = {
-        f"{number}.{name}": parameter.main_grad.clone()
-        for number, (module, _) in enumerate(trained)
-        for name, parameter in module.named_parameters()
-    }
-    stats = update_stats(
-        work, results, grad_norm=0.0, lr=0.0, replay=replay, load=load, agent_grad_norms=(),
-        keep=frozenset(s.uid for s in samples),
+    gradients = gradients_of()
+    (stats,) = update_stats(
+        work, results, grad_norms=[0.0], rates=[0.0], replay=replay, load=load, agent_grad_norms=[()],
+        keep=frozenset(s.uid for s in samples), agents=[None],
     )  # fmt: skip
     computed = sum(micro_batch.cut.batch.num_computed for micro_batch in work.micro_batches)
     parallel.stop(keep_world=True)
