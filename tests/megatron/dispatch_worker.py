@@ -22,23 +22,28 @@ DISPATCHERS = ("alltoall", "deepep", "hybridep")
 OPTIMIZER = tiny.OPTIMIZER.model_copy(update={"eps": 1e-2})  # AdamW would magnify rounding of gradients near zero
 
 
-def batches(samples: list[TrainSequence], layout: dict[str, int]) -> list[PackedBatch]:
-    """Return this rank's micro-batches: of different lengths, and the last one empty on the second of two data ranks."""
+def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: int) -> list[PackedBatch]:
+    """Return this rank's micro-batches: of different lengths, and the last one empty on the second of two data ranks.
+
+    num_shared: leading tokens of the first micro-batch's second sample that are computed for its first.
+    """
     if layout.get("tensor", 1) > 1:
         return [pack(samples[i::2], align=2) for i in range(2)]
     mine = samples[dist.get_rank() :: 2]
-    return [pack(mine[:2]), pack(mine[2:] if dist.get_rank() == 0 else [])]
+    return [pack(mine[:2], shared=[0, num_shared]), pack(mine[2:] if dist.get_rank() == 0 else [])]
 
 
 def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
     """Return statistics and weights of two steps, and the stand-ins' methods that they called."""
+    settings = dict(settings)
+    num_shared = settings.pop("num_shared", 0)
     own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
     policy: Learner = tiny.learner(model, **own)
     replays = settings.get("router_replay") == "rollout"
     samples = tiny.sequences(9, seed=1, multiple=2 if replays else 1)
     if replays:
         samples = tiny.with_random_experts(samples)
-    mine = batches(samples, layout)
+    mine = batches(samples, layout, num_shared)
     fake_deep_ep.CALLS.clear()
     stats = [tiny.step(policy, mine, normaliser=tiny.num_trained(samples)) for _ in range(2)]
     calls = sorted(set(fake_deep_ep.CALLS))

@@ -39,6 +39,7 @@ OVERLAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"expert": 2},
         {"optimizer": {"lr": 1e-2, "overlap_grad_reduce": True, "overlap_param_gather": True}},
     ),
+    "ep2_shared_prefixes": ({"expert": 2}, {"num_shared": 2}),
 }
 
 
