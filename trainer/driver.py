@@ -46,7 +46,10 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """Play the next step and return its finished groups. title: text of the progress bar. on_look: called as it updates."""
+        """Play the next step and return its finished groups.
+
+        title: text of the progress bar. on_look: called at each update of the bar.
+        """
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()

@@ -445,7 +445,7 @@ class Run:
         self.trace.save()
 
     def _why_untrained(self, batch: StepBatch) -> str:
-        why = "no group has ended, its episodes go on in the next step (rollout.pipeline)"
+        why = "no group has ended; the episodes continue in the next step (rollout.pipeline)"
         why = _NO_GRADIENT if batch.groups else why
         self.untrained[why] += 1
         return why

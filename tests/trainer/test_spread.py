@@ -81,13 +81,13 @@ REFILL = "rollout.refill.groups=6"
         ),
         ((REFILL, "rollout.refill.most=1"), "rollout.refill.most"),
         (("rollout.refill.most=3",), "rollout.refill.groups: Field required"),
-        (("rollout.refill.groups=9",), "rollout.refill.groups is 9, but of 8 problems"),
+        (("rollout.refill.groups=9",), "a step has at most 8 groups with spread"),
         (
             (REFILL, "agents.solver.loss_weight=0", "credit.train_agents=solver"),
-            "rollout.refill counts groups with spread",
+            "rollout.refill counts groups of agents that are trained on their rewards, but there are none",
         ),
         ((REFILL, "credit.normalise=step"), "credit.normalise=step compares samples of all groups"),
-        (("data.rest=2",), "data.rest is 2, but task=arithmetic makes new problems"),
+        (("data.rest=2",), "data.rest is 2, but task=arithmetic generates new problems"),
     ],
 )
 def test_settings_under_which_nothing_could_count_are_refused(words: tuple[str, ...], message: str) -> None:

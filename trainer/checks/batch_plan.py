@@ -9,7 +9,10 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """Return ({agent: samples of a step}, True if these are upper bounds). Else they assume one call per agent and episode."""
+    """Return {agent: samples of a step}, and whether these are upper bounds.
+
+    If they are not, they assume one call per agent and episode.
+    """
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }
@@ -106,9 +109,7 @@ def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, train
     def shortened(key: str, max_input_tokens: int, max_response_tokens: int, bounds: dict[str, int]) -> int:
         bound, room = min(bounds.items(), key=lambda each: each[1])
         if room <= max_response_tokens:
-            raise ConfigError(
-                f"{key} is {max_response_tokens}, but {bound}, and a prompt needs room too; lower the first"
-            )
+            raise ConfigError(f"{key} is {max_response_tokens}, but {bound}, and a prompt needs room too; lower {key}")
         return min(max_input_tokens, room - max_response_tokens)
 
     why = "(max_position_embeddings, or a shorter sliding_window)"

@@ -26,7 +26,7 @@ from marsrl.trainer.torchrun import is_rank_0
 def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
     """Check a policy's model directory; return the config, with prompts limited to the model's positions, and warnings."""
     policy, original, warnings = config.policies[name], config, list[str]()
-    longest_sequence(config, name)  # Otherwise no agent uses the policy.
+    longest_sequence(config, name)  # Raises if no agent or judge uses the policy.
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
             key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()

@@ -123,7 +123,7 @@ def preflight(
 
     Reads the data files, inspects the model directories, and briefly starts the user's tools.
 
-    trains: False if the team is only evaluated: no trainer uses the GPUs, and problems of data.eval suffice.
+    trains: False if the team is only evaluated. Then no trainer uses the GPUs, and data.eval alone is enough.
     given: problems to evaluate on, instead of those in the data files.
     began: settings of the run or evaluation to resume, whose dtypes are kept.
 

@@ -43,7 +43,7 @@ def sources(task: str) -> tuple[str, str]:
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
     """Return the problems of the files or the user's task; if none are given for evaluation, hold some out.
 
-    given: problems to evaluate on, in place of those in the files (see preflight). Enough if nothing is trained.
+    given: problems to evaluate on, in place of those in the files. If nothing is trained, no other problems are needed.
     """
     data = read_data(config) if given is None else RunProblems((), given)
     train_source, eval_source = sources(config.task)

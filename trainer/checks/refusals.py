@@ -23,7 +23,7 @@ def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
     if sync.backend == "shm":
         return None
     if has_cuda:
-        found = f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false"
+        found = f"sync.cpu_twin is true, but PyTorch sees a GPU, and {key} can use it; set sync.cpu_twin=false"
         return found if sync.cpu_twin else None
     if not sync.cpu_twin:
         return (
@@ -64,9 +64,9 @@ def stale_samples(config: RunConfig) -> list[str]:
         causes.append("rollout.pipeline=agentic with credit over all of a problem's samples")
     old = "the weights at the step's start" if loss.old_policy == "recompute" else "the present weights"
     return [
-        f"{' and '.join(causes)}: a token can be about {most} version{'s' * (most > 1)} old when it is trained, and "
-        f"loss.old_policy={loss.old_policy} with loss.correction=none takes it for one of {old}: set loss.correction=tis (or "
-        "icepop, sequence_mask), or loss.old_policy=sais; rollout/staleness_max and train_rollout/k3 show how far it goes"
+        f"{' and '.join(causes)}: a token can be about {most} version{'s' * (most > 1)} old when it is trained, but "
+        f"loss.old_policy={loss.old_policy} with loss.correction=none treats it as sampled by {old}: set loss.correction=tis (or "
+        "icepop, sequence_mask), or loss.old_policy=sais; rollout/staleness_max and train_rollout/k3 measure the difference"
     ]
 
 

@@ -1,4 +1,7 @@
-"""Rules between sections of a config: policies, agents, tools and judges. Rules within one section are in its model's file."""
+"""Rules between sections of a config: policies, agents, tools and judges.
+
+Rules within one section are in the file that defines the section.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,10 @@ def _of_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> Iterato
 
 
 def _of_one_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> Iterator[str]:
-    """Refuse a judge or teacher policy that is trained, or whose engines also decode. askers: keys of its other users."""
+    """Refuse a judge or teacher policy that is trained, or whose engines have other users too.
+
+    key: setting that names the policy. does: what it does with the policy. askers: keys of users that are not agents.
+    """
     policy = named_policy(config, key, name)
     key = f"{key} is {name!r}"
     if not policy.frozen:
@@ -179,8 +185,8 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
     key = "data.rest" if refill is None else "rollout.refill"
     if not config.rewarded_agents:
         yield (
-            f"{key} counts groups with spread of an agent that is trained on its rewards, but agents.<name>.loss_weight is 0 for "
-            "each; raise one, or turn it off"
+            f"{key} counts groups of agents that are trained on their rewards, but there are none, because "
+            "agents.<name>.loss_weight is 0 for every trained agent; raise one, or turn it off"
         )
         return
     if config.credit.normalise == "step":
@@ -192,13 +198,13 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
     is_first = config.orchestration in ORCHESTRATIONS and config.counted_agent == first
     if refill is not None and (config.has_whole_instances or is_first) and refill.groups > problems:
         yield (
-            f"rollout.refill.groups is {refill.groups}, but of {problems} problems (rollout.prompts_per_step), each replaced "
-            f"while it has no spread, at most {problems} have some; lower it, or raise rollout.prompts_per_step"
+            f"rollout.refill.groups is {refill.groups}, but with rollout.prompts_per_step={problems} a step has at most "
+            f"{problems} groups with spread; lower it, or raise rollout.prompts_per_step"
         )
     if config.data.rest and config.data.train is None and not lists_problems(config.task):
         yield (
-            f"data.rest is {config.data.rest}, but task={config.task} makes new problems, none of which returns; set data.train, "
-            "or data.rest=0"
+            f"data.rest is {config.data.rest}, but task={config.task} generates new problems and never repeats one; set "
+            "data.train, or data.rest=0"
         )
 
 

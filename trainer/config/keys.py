@@ -1,4 +1,4 @@
-"""Catalog of all settings, read from the models: type, default and meaning of each key, and the nearest known key."""
+"""Catalog of all settings, read from the pydantic models: type, default and meaning of each key, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAR = 65_536  # Larger upper bounds only catch typos and are not shown.
 _PLAIN = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 
 Schema = Mapping[str, Any]
-"""JSON schema of a model, or of one of its fields."""
+"""JSON schema of a pydantic model, or of one of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Key:
     kind: the type as text.
     default: the default as text; "" for a section, and for a setting without a default.
     meaning: the setting's description.
-    below: names of a section's models; several if the section has kinds.
+    below: names of a section's pydantic models; several if the section has kinds.
     free: True if the user chooses the section's keys.
     """
 
@@ -68,7 +68,7 @@ def _model(name: str) -> Schema:
 
 
 def _models(field: Schema) -> list[str]:
-    """Return the names of the models in a field's type; several if the section has kinds."""
+    """Return the names of the pydantic models in a field's type; several if the section has kinds."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
     parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), _values(field)]
@@ -81,7 +81,7 @@ def _values(field: Schema) -> Any:
 
 
 def _kind(model: str) -> str:
-    """Return the value of `kind` that selects the model; "" for a model without kinds."""
+    """Return the value of `kind` that selects the pydantic model; "" for one without kinds."""
     return str(_model(model)["properties"].get("kind", {}).get("const", ""))
 
 

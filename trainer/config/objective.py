@@ -20,10 +20,10 @@ class CreditConfig(Settings):
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std", "step"] = "group"
     """samples whose mean and standard deviation normalise a reward. group: the sample's group; agent: the agent's calls for the
-    problem (Dr. MAS); global: all agents' calls for the problem; agent_mean, agent_std: the mean, or the deviation, as in agent,
-    and the other as in global; trajectory: the episode's mean reward is compared with the problem's other episodes (the GRPO
-    baseline of Dr. MAS); step: the agent's samples for all problems of the step. Samples of all policies and of untrained agents
-    count; the samples of an agent in one session (orchestration=external) count as one"""
+    problem (Dr. MAS); global: all agents' calls for the problem; agent_mean: the mean as in agent, the deviation as in global;
+    agent_std: the mean as in global, the deviation as in agent; trajectory: the episode's mean reward is compared with the
+    problem's other episodes (the GRPO baseline of Dr. MAS); step: the agent's samples for all problems of the step. Samples of
+    all policies and of untrained agents count; the samples of an agent in one session (orchestration=external) count as one"""
     std: Literal["biased", "unbiased", "none"] = "biased"
     """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and each
     reward is compared with the mean of the others (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
@@ -40,8 +40,8 @@ class CreditConfig(Settings):
     orchestration=solver)"""
     count_zero_groups: bool = Field(True, description="count samples of groups with equal rewards in the denominator")
     balance: Annotated[Literal["off", "uniform"], OFF] = "off"
-    """uniform: train exactly rollout.group_size samples of each agent for a problem: draw from more, repeat fewer; advantages are
-    computed before (MARS)"""
+    """uniform: train exactly rollout.group_size samples of each agent for a problem: a random choice if there are more, with
+    repetition if there are fewer. Advantages are computed before that, from all samples (MARS)"""
     denominator: Literal["all", "agent"] = "all"
     """tokens (or samples) that divide the loss. all: those of all trained agents; agent: each agent's loss is divided by that
     agent's own, and these means are added"""
@@ -51,8 +51,8 @@ class CreditConfig(Settings):
         if self.std == "none" and self.normalise in ("agent_mean", "agent_std"):
             same = "agent" if self.normalise == "agent_mean" else "global"
             raise ValueError(
-                f"credit.normalise={self.normalise} takes mean and std of different samples, but credit.std=none divides by no "
-                f"std; set credit.normalise={same}, which has the same mean, or credit.std=biased"
+                f"credit.normalise={self.normalise} takes mean and std over different samples, but credit.std=none divides by "
+                f"no std; set credit.normalise={same}, which has the same mean, or credit.std=biased"
             )
         if self.turns == "returns" and (self.std != "none" or self.normalise not in ("group", "agent")):
             raise ValueError(
@@ -104,9 +104,12 @@ class LossConfig(Settings):
     """source of the ratio's old log-probs. pois: the weights at the step's start; the first update needs no extra pass, as its
     ratio is 1 (UloRL); sais: the log-probs that the engine recorded for each segment; recompute: a forward pass at the step's
     start"""
-    clip_low: Share = Field(0.2, description="no gradient where A < 0 and the ratio is below 1 - clip_low")
+    clip_low: Share = Field(
+        0.2, description="no gradient where the advantage A < 0 and the ratio is below 1 - clip_low"
+    )
     clip_high: float = Field(0.2, ge=0)
-    """no gradient where A > 0 and the ratio is above 1 + clip_high; values above clip_low (DAPO: 0.28) keep entropy up"""
+    """no gradient where the advantage A > 0 and the ratio is above 1 + clip_high; values above clip_low (DAPO: 0.28) keep entropy
+    up"""
     dual_clip: float | None = Field(None, gt=1)
     """lower bound dual_clip x A of the surrogate where A < 0 (arXiv:1912.09729); must exceed 1 + clip_high; null: off"""
     ratio: Literal["token", "sequence"] = "token"
@@ -139,10 +142,10 @@ class LossConfig(Settings):
     """samples cut at their maximum length. train: train them like any other, with reward 0; mask: they have no gradient and do
     not count in the denominator, but still count in their group's reward statistics (DAPO's overlong filtering)"""
     truncation: Literal["refuse", "renormalise"] = "refuse"
-    """trained agents with top_p below 1 or a top_k. refuse: reject the config; renormalise: take log-probs over the tokens that
-    the sampler kept at each position, which the engine records"""
+    """how to train agents with top_p below 1 or a top_k. refuse: reject the config; renormalise: take log-probs over the tokens
+    that the sampler kept at each position, which the engine records"""
     max_support: Tokens = 1024
-    """renormalise: largest number of tokens that top_p keeps at a position (the likeliest ones)"""
+    """for truncation=renormalise: largest number of tokens that top_p keeps at a position (the likeliest ones)"""
 
     @model_validator(mode="after")
     def _correction_corrects(self) -> LossConfig:

@@ -103,7 +103,10 @@ def _read_preset(name: str) -> Layer:
 
 
 def _inherited(user_layers: Sequence[Layer]) -> list[Layer]:
-    """Return the presets below the user's layers, lowest first, without a default preset that is itself a user layer."""
+    """Return the presets below the user's layers, lowest first.
+
+    The task's default preset is left out if the user has named that preset.
+    """
     named, layers = _last(user_layers, "preset"), list(user_layers)
     if named == "none":
         return []
@@ -150,7 +153,7 @@ def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> Non
 def _absolute(value: Any, name: str, folder: Path) -> Any:
     """Return the path or paths of a setting called `name`, made absolute.
 
-    Three kinds of values stay unchanged: malformed ones, which the models reject; words that a key allows in place of a path; and
+    Three kinds of values stay unchanged: malformed ones, which pydantic rejects; words that a key allows in place of a path; and
     names of models that are not on disk (Qwen3-8B for `marsrl plan`; Qwen/Qwen3-8B, which read_shape rejects with advice).
     """
     if isinstance(value, list):
@@ -177,7 +180,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
-    """Remove settings of rejected choices.
+    """Remove options of choices that a later layer replaces.
 
     A preset may choose one kind and set its options. If a later layer chooses another kind, the options of the first are removed
     unless that layer, or one after it, also sets them.
@@ -191,7 +194,7 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 
 
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield (key of a choice, section, keys of that section that belong to other choices). The models check malformed values.
+    """Yield (key of a choice, section, keys of that section that belong to other choices). Malformed values are skipped.
 
     The choices are orchestration (with its agents), the kind of a section (with its keys), and rollout.engine (with its section).
     """
@@ -234,7 +237,7 @@ def _leave_out_unused_policies(merged: dict[str, Any], user_layers: Sequence[Lay
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
     used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
-    used |= {"main"} if team is not None and not team <= set(agents) else set()  # Agents that are not given use main.
+    used |= {"main"} if team is not None and not team <= set(agents) else set()  # An agent without settings uses main.
     used |= {str(base) for name in used if (base := (policies.get(name) or {}).get("base"))}
     written_layers = [layer for layer in user_layers if not _is_shipped(layer)]
     for name in list(policies):

@@ -163,7 +163,10 @@ class RunConfig(Settings):
         }
 
     def in_bytes(self) -> RunConfig:
-        """Return the config with max_input_tokens in bytes for users of chat servers, at four bytes per token (English)."""
+        """Return the config with max_input_tokens in bytes for agents and judges that use a chat server, which counts the tokens.
+
+        A token is taken as four bytes, as in English.
+        """
 
         def counted(asker: Asker) -> Asker:
             is_chat = self.policies[asker.policy].is_chat

@@ -2,7 +2,7 @@
 
 batch = read_bad_batch("runs/a/bad_batches/step_7_main.msgpack")
 batch.suspects                      # uids of the samples with a non-finite input
-pack(batch.sequences)               # the batch, to replay on the checkpoint before it
+pack(batch.sequences)               # the batch, to replay on the preceding checkpoint
 """
 
 from __future__ import annotations

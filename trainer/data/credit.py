@@ -172,7 +172,9 @@ def credit(
 
 
 def spread(groups: Sequence[Group], config: CreditConfig, trained: Collection[str]) -> Spread:
-    """Compare the rewards of the trained agents' samples as `credit` does, without penalties of form and then with them.
+    """Return whether the rewards of trained agents' samples differ: by the task's judgement, only by penalties of form, or not.
+
+    Rewards differ if `credit` would give a trained sample an advantage other than 0.
 
     groups: one group, or all groups that are compared with each other. trained: names of agents that are trained on rewards.
     """
@@ -208,8 +210,8 @@ def _advantages(
 
     An advantage is meaningless for a sample without a reward.
 
-    If a program played, each of a session's n rewards of an agent has the weight 1/n in mean and variance. Each sample's own
-    reward is compared with them.
+    If a program played, each of an agent's n rewards in a session has the weight 1/n in mean and variance. Each sample's own
+    reward is compared with that mean and variance.
 
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
@@ -311,7 +313,8 @@ def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, Fl
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
     """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
-    From more samples, `number` are drawn and the others get 0; fewer are repeated equally often, and the remainder is drawn.
+    If there are more samples, `number` are drawn, and the others get 0 copies. If there are fewer, all are repeated equally
+    often, and the samples of the remainder are drawn.
     All samples of an agent and instance are drawn with equal probability, so the mean over copies is unbiased.
     """
     uids: dict[tuple[str, str], list[str]] = {}

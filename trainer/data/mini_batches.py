@@ -63,7 +63,9 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
 
 
 def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
-    """Return the samples of these uids as a MiniBatch, with one denominator for all, or the denominators in the samples' weights.
+    """Return the samples of these uids as a MiniBatch.
+
+    With credit.denominator=agent each sample's weight contains its agent's denominator; else the MiniBatch has one for all.
 
     members: {uid: (agent, session)}.
     """

@@ -34,7 +34,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """Fixed inputs. inputs: {agent: (episode id, ask) of each input}. episodes: episodes whose samples the inputs show, by id."""
+    """Fixed inputs. inputs: {agent: (episode id, ask) of each input}. episodes: the episodes that inputs come from, by id."""
 
     inputs: dict[str, tuple[tuple[str, Ask], ...]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -233,7 +233,11 @@ class Evaluator:
         progress: OnProgress | None,
         on_end: OnEnd | None = None,
     ) -> None:
-        """Play the episodes of all parts to their ends, each part with its cast. name: name of the draws, hashed for the seed."""
+        """Play the episodes of all parts to their ends.
+
+        parts: pairs of episodes and the adapters that play some agents in them (Cast). name: name of the draws, hashed for the
+            seed.
+        """
         play = self._begin(versions, progress, on_end)
         with self._apart():
             for episodes, cast in parts:

@@ -96,7 +96,7 @@ def evaluate_league(
             evaluator.play(parts, "league", versions, progress, ended)
         now = [kept[key] for key in keys.values()]
     if (model := evaluator.team.judge.model) is not None:
-        model.take_counts("evaluate")  # Otherwise the next evaluation's draws would include them.
+        model.take_counts("evaluate")  # Otherwise the next evaluation's draws would include these counts.
     past = [path for path in folder.parent.glob(f"step_*/{GAMES}") if path.parent != folder]
     earlier = [game for path in sorted(past) for game in Answers.read(path, Game.model_validate)]
     return result_of(now, [game for game in earlier if game.policy == config.policy])

@@ -139,9 +139,10 @@ def _confusion(calls: Iterable[Call]) -> Confusion:
 
 
 def _balanced(answers: Sequence[FixedAnswer]) -> AgentEstimate:
-    """Return the balanced accuracy: the mean of the accuracies on right and on wrong solutions. No verdict is an error.
+    """Return the balanced accuracy: the mean of the accuracies on right and wrong solutions. A missing verdict is an error.
 
-    n is the number of both. The two classes have the same size, unless the team's episodes did not provide enough.
+    n is the number of right and wrong solutions. There are equally many of both, unless the team's episodes did not provide
+    enough.
     """
     problems = {name: i for i, name in enumerate(dict.fromkeys(answer.problem for answer in answers))}
 
@@ -176,7 +177,7 @@ def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:
 
 
 def _ended(agent: str, calls: Iterable[Call]) -> list[Ended]:
-    """Return the ends of the agent's calls, without calls that an earlier version saved."""
+    """Return the end of each of the agent's completions, except those saved by a version of marsrl that lacked is_read."""
     return [
         Ended(bool(call.is_read), call.is_cut, call.tokens, call.text or "")
         for call in calls

@@ -25,7 +25,10 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of another program: of results, and of keys and values and of layers' matrices, if these are coarser."""
+    """Dtypes to which another program rounds.
+
+    results: dtype of every result. cache, weights: dtypes of keys and values, and of layers' matrices, if they are coarser.
+    """
 
     results: torch.dtype
     cache: torch.dtype | None = None

@@ -19,7 +19,7 @@ _ENOUGH_CALLS = 8  # fewest calls in a step for which a tool's errors are meanin
 _MOST_OF_AN_ERROR = 300  # characters of an error to show
 COLUMNS = ("calls", "input tokens", "output tokens", "engine s", "median s", "p95 s")
 MEANING = (
-    "an episode of each: calls, tokens and seconds of engines and tools are means; median s and p95 s: from its first "
+    "calls, tokens, and seconds of engines and tools: means per episode; median s and p95 s: from an episode's first "
     "request to its end, under concurrent load"
 )
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "seconds")

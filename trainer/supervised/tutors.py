@@ -10,7 +10,7 @@ from marsrl.rollout.tasks.facts.tutor import DualTutor, SearchTutor
 from marsrl.rollout.tasks.tutor import Tutor
 from marsrl.trainer.config import RunConfig
 
-WHO_IS_TAUGHT = "task=arithmetic, preset=cpu_search_team or preset=cpu_dual_system (in their wording and prompts)"
+WHO_IS_TAUGHT = "task=arithmetic, preset=cpu_search_team or preset=cpu_dual_system (with their prompts unchanged)"
 """Teams and tasks for which policies need no model, as text for messages."""
 
 

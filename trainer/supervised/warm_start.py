@@ -40,7 +40,7 @@ from marsrl.trainer.supervised.tutors import tutor_of
 
 RECIPE = 3  # number of the recipe; raise it when results change, so that older warm starts, cached or ready-made, are not used
 READY = Path(__file__).parent / "ready"
-WRITERS = (*Role, None)  # the learner's "agents": roles and drills
+WRITERS = (*Role, None)  # agents, as the learner counts them: each role, and None for drills
 DRILLS = WRITERS.index(None)
 SHAPE = "cpu_default"  # default of policies.<name>.shape
 

@@ -31,7 +31,7 @@ from marsrl.trainer.learner.other_roundings import Precision
 
 _NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # number of sequences for a single policy, and for each of several adapters
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
-_FIRST, _LATER = 3.0, 2.0  # Bounds of the median: times the noise's median, and times the first comparison's ratio.
+_FIRST, _LATER = 3.0, 2.0  # Bounds of the median difference: 3 x the noise's median; later, 2 x the first ratio.
 _SHARE = 0.2
 _DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens under a diverged policy.
 _FLOOR = 1e-6  # Nats: spacing of float32 log-probs between -8 and -16.

@@ -7,9 +7,9 @@
     found = load()
 
 The loss of a layer is coefficient * E * sum_e f_e P_e (arXiv:2101.03961, eq. 4 to 6): f_e is the share of expert e in the choices
-of all tokens of the update, on all ranks, a constant; P_e is its mean probability over them. Padding is excluded. P_e is a sum
-over micro-batches, but f_e must be known before the first backward pass. megatron's own loss takes f_e from the
-micro-batch ("aux_loss"), or from earlier ones ("global_aux_loss"), so its gradient depends on the split
+of all tokens of the update on all ranks, and has no gradient; P_e is the expert's mean probability over these tokens. Padding
+is excluded. P_e is a sum over micro-batches, but f_e must be known before the first backward pass. megatron's own loss takes
+f_e from the micro-batch ("aux_loss"), or from earlier ones ("global_aux_loss"), so its gradient depends on the split
 (NVIDIA/Megatron-LM#1498).
 
 Choices are the router's own, even if other experts are forced (router_replay.py).

@@ -29,8 +29,8 @@ class ContextCut:
     """One rank's part of a packed batch.
 
     batch: [T'] tokens, S sequences; cu_seqlens count this rank's tokens, position_ids are positions in the whole sequence.
-    rows: [C, T'] int64, for each rank the index of its tokens in the whole batch; T for padding. [0] for C = 1,
-        whose part is the whole batch.
+    rows: [C, T'] int64, for each rank the index of its tokens in the whole batch; T for padding. Empty for C = 1, where the
+        part is the whole batch.
     given: the whole batch, [T] tokens.
     """
 

@@ -11,6 +11,8 @@
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
 | norms, router                     | the same                                   | not cut              |
 
+The shape of a parameter is the view that is cut: in it, a shard is one range of one dimension.
+
 An adapter's parameters have PEFT's names, a pair A [r, in], B [out, r] for each adapted matrix:
 
 | q, k, v, gate, up                 | .lora_A, .lora_B                           | B: TP, dim 0         |
@@ -204,7 +206,9 @@ def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
 
 
 def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts: int = 1) -> Iterator[tuple[str, Box]]:
-    """Yield (stack, box) of shard `part` of `parts` for each of the unit's tensors; tensors of only padding are left out.
+    """Yield, for each of the unit's tensors, the name of its stack and the Box of the stack that shard `part` of `parts` holds.
+
+    Tensors of which the shard holds only padding are left out.
 
     num_experts: number of experts that the rank holds, from the unit's expert on.
     """

@@ -32,7 +32,10 @@ from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.learner.megatron.head import PolicyModel
 
 Choices = dict[int, Tensor]
-"""{MoE layer, from 0 in the whole model: [T, K]} of one micro-batch on this rank; a value that is no expert: not forced."""
+"""{MoE layer, from 0 in the whole model: [T, K]} of one micro-batch on this rank.
+
+Where a value is not the index of an expert, the router chooses.
+"""
 
 _TopK = Callable[..., tuple[Tensor, Tensor]]
 

@@ -147,7 +147,7 @@ def _mend_on_every_machine() -> None:
         # 0.19 calls a function of the module, which a subclass of TransformerBlock cannot override.
         block.TransformerBlock._checkpointed_forward = block.checkpointed_forward
         block.checkpointed_forward = lambda self, **inputs: self._checkpointed_forward(**inputs)
-        # Drop advice that 0.19 logs at every start: its HybridModel, and a layout of parameters that it computes by itself.
+        # Drop advice that 0.19 logs at every start: to use HybridModel, and to pass full_param_layout, which it computes itself.
         for module in (gpt_model, data_parallel):
             logging.getLogger(module.__name__).addFilter(_is_no_advice)
     if not hasattr(moe_utils, "te_general_gemm"):
