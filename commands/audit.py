@@ -49,7 +49,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Checks of a run, and {(policy, agent): {fate: (samples, tokens)}}."""
+    """Results of the checks of a run. fates: {(policy, agent): {fate: (number of samples, number of tokens)}}."""
 
     checks: Sequence[Check]
     fates: Mapping[tuple[str, str], Mapping[str, tuple[int, int]]]
@@ -89,7 +89,7 @@ class _Steps:
             )
 
     def of_trained(self) -> Iterator[tuple[int, SampleTrace]]:
-        """Yield (step, sample) for the samples of trained policies, the ones with a publish."""
+        """Yield (step, sample) for the samples of trained policies: those that have been published."""
         for step, samples in self.samples.items():
             yield from ((step, sample) for sample in samples if sample.policy in self.policies)
 
@@ -161,7 +161,7 @@ def _logprobs(steps: _Steps) -> Check:
     return _check(
         "log-probs",
         problems,
-        f"at most {max(medians):.2f} of what rounding explains, in {len(medians)} steps and agents",
+        f"differences are at most {max(medians):.2f} times the bound, in {len(medians)} pairs of step and agent",
     )
 
 

@@ -191,10 +191,10 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
 
 
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
-    """Return a line that names the first step with samples to train on, assuming one step per answer; [] if that is step 1.
+    """Return a line that names the first step with samples to train on, if each answer takes one step; [] if that is step 1.
 
-    Returns [] without a rehearsal for teams with tools (they may be paid services), for programs, and with rollout.overlap, where
-    each step waits for finished groups.
+    Teams with tools, which may be paid services, and programs are not rehearsed, and give []. So does rollout.overlap, where each
+    step waits for finished groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:
         return []

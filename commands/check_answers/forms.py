@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 LONGEST = 500
-"""Maximum length of a reference, in characters; other answers are not made from longer ones, which parse slowly."""
+"""Maximum characters of a reference. Longer references parse slowly, so no other answers are made from them."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)(?=[\d.])({_DIGITS})?(\.\d{{1,60}})?")

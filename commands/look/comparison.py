@@ -38,7 +38,7 @@ class Compared:
     """Data of one run, or of one evaluation alone.
 
     rewards: mean reward over all agents, by progress.
-    draws: results of the last evaluation.
+    draws: every draw of a problem in the last evaluation.
     settings: values by dotted key; a setting that changed on resume reads "200, then 22".
     """
 

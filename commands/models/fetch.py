@@ -174,7 +174,8 @@ def _hf_tensors(
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
     """Yield (Hugging Face name, tensor).
 
-    Rows are reordered. Rotary embeddings pair adjacent rows of a head in GGUF, and rows i of both halves in Hugging Face format.
+    Rows of queries and keys are reordered: rotary embeddings pair adjacent rows of a head in GGUF, and row i of its first half
+    with row i of its second half in Hugging Face format.
     """
     for name, tensor in tensors.items():
         layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]

@@ -93,13 +93,13 @@ GRADIENT_BYTES = Constant(
     "memory traffic of adding a gradient to its float32 buffer",
     15.5,
     "bytes per parameter and micro-batch",
-    f"{_STEP}: 44.8 ms; 10 bytes by count",
+    f"{_STEP}: 44.8 ms; the operations move 10 bytes",
 )
 EXPERT_GRADIENT_BYTES = Constant(
-    "as above, for experts (their GEMM accumulates)",
+    "memory traffic of adding an expert's gradient to its float32 buffer, in the GEMM",
     6.4,
     "bytes per parameter and micro-batch",
-    f"{_STEP}: 25.7 ms minus 11.5 for such a GEMM alone; 6 bytes by count, without the GEMM's own 2",
+    f"{_STEP}: 25.7 ms, less 11.5 for the GEMM without adding; adding moves 6 bytes",
 )
 PERMUTATION_COPIES = Constant(
     "copies of each token's row, to one rank's experts and back",
@@ -112,8 +112,8 @@ OPTIMIZER_BYTES = Constant(
     "memory traffic of an optimizer step",
     54,
     "bytes per parameter",
-    f"{_STEP}: AdamW 25.5 ms, clipping 5.9 (11.8 there, with a copy), norm 3.0, bfloat16 weights 4.3; zeroing, 4 more bytes, "
-    "concerns all parameters",
+    f"{_STEP}: AdamW 25.5 ms, clipping 5.9 (half of the measured 11.8, which included a copy), norm 3.0, bfloat16 weights 4.3; "
+    "without zeroing gradients, which moves 4 bytes for each parameter of the rank",
 )
 MEMORY_SHARE = Constant("GPU memory, share of the bandwidth", 0.9, "", _MEASURED)
 LINK_SHARE = _assumed("NVLink, network and PCIe, share of the bandwidth", 0.8, "", ": large messages")
@@ -134,10 +134,11 @@ IMBALANCE = _assumed(
     "load of the busiest rank's experts, relative to the mean", 1.3, "", ": router without a balancing loss"
 )
 HEAD_ROWS = Constant(
-    "rows of logits held at once",
+    "rows of logits held at once, at 4 bytes per number",
     3600,
     "rows",
-    "4,224 and 768 of bfloat16 exponentials, and 2,112 packed; by cuBLAS 768 of float32 logits and 4,224 of gradients: 2,880",
+    "half of the rows in bfloat16: 4,224 and 768 of exponentials, 2,112 packed; with cuBLAS 2,880: 768 of float32 logits, and "
+    "half of 4,224 of bfloat16 gradients",
 )
 PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
 FRAGMENTATION = _assumed("memory lost to fragmentation", 0.05, "share of the peak")
@@ -173,7 +174,7 @@ FP8_MOVES = Constant(
     "bytes moved to round a number to FP8",
     41,
     "",
-    "PyTorch's operations of rollout/engines/vllm/worker_fp8.py, counted",
+    "counted from the PyTorch operations in rollout/engines/vllm/worker_fp8.py",
 )
 _NCCL = "NCCL's source: init.cc, channel.cc, transport/net.cc and p2p.cc"
 NCCL_CHANNELS = _assumed(
@@ -181,7 +182,7 @@ NCCL_CHANNELS = _assumed(
 )
 NCCL_CHANNELS_ACROSS = _assumed("NCCL channels of a communicator of two GPUs on two hosts", 4)
 NCCL_BUFFER = Constant(
-    "NCCL's receive buffers per channel on one host, all protocols together", 10 * 2.0**20, "bytes", _NCCL
+    "NCCL's receive buffers per channel on one host, for all its protocols", 10 * 2.0**20, "bytes", _NCCL
 )
 NCCL_SHARED = Constant("NCCL's buffers per channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
 NCCL_SMALL = Constant("allocations per communicator (and 3 per channel), each rounded up to 2 MiB", 2, "", _NCCL)
@@ -189,7 +190,7 @@ PIECE_S = _assumed(
     "host time to send and receive a piece of weights",
     120e-6,
     "s",
-    " on a GPU: CPU time by weight_sync.py --mib 0, a busy 2.5 GHz Xeon",
+    " on a GPU: CPU time in benchmarks/weight_sync.py --mib 0 on a busy 2.5 GHz Xeon",
 )
 CHANGED_SHARE = Constant(
     "share of a policy's parameters that a version changes, for sync.delta",
@@ -204,7 +205,7 @@ MEAN_RESPONSE = _assumed(
     "mean completion, share of rollout.max_response_tokens", 0.35, "", "; set it with --mean-response"
 )
 LENGTH_SPREAD = _assumed(
-    "spread of lengths, E[length^2] / E[length]^2", 1.5, "", "; at most the longest divided by the mean"
+    "spread of lengths, E[length^2] / E[length]^2", 1.5, "", "; at most the longest length divided by the mean"
 )
 MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and report without their thinking")
 ASSUMPTIONS = tuple(value for value in list(globals().values()) if isinstance(value, Constant))

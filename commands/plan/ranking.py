@@ -19,7 +19,7 @@ from marsrl.trainer.learner.megatron.layout import Layout, fitting
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full_but_attention", "full", "full_offload")
 _TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stays within one node
-_MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without a larger cache
+_MAX_NUM_SEQS = 256  # vLLM's default. More requests take longer per step, and the cache does not grow.
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Job:
 
     shared_bytes: bytes of the GPU that others use during training (an engine in the same process).
     between_bytes: bytes that others use only between updates (an engine that sleeps during them).
+    sweeps_entropy: True if DMMPT's gate reads the entropy of samples before the loss.
     scored: models with a forward pass before the update.
     cuts_sequences: True if context parallelism is possible.
     """

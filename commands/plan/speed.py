@@ -79,17 +79,17 @@ def step_time(
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
                 2 + r if P is frozen, and 3 + r for the numbers of the largest adapter
                 selective: r = 1 for a dense layer's MLP only
-    experts     the same, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
+    experts     as linear, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal; full_but_attention: r = 0
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x saved activations / memory bandwidth         written, read, and one intermediate access
     permutation 3.2 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth
-    launching   L / PP x micro-batches x 1 (+ r / 3)             not overlapped: the host waits for the router in each layer
+    launching   L / PP x micro-batches x (1 + r / 3)             not overlapped: the host waits for the router in each layer
     gradients   bytes per number and micro-batch / memory bandwidth, with a separate constant for experts
-    TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
-    EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
-    CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
-    bubble      (PP - 1) / micro-batches of an update, of the above
+    TP          10 (+ 4 r) collectives a layer, with experts 5 (+ 2 r), of T/CP H e (t-1)/t each
+    EP          4 (+ 2 r) exchanges a layer of R H e (EP-1)/EP each
+    CP          2 (+ r) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP each
+    bubble      (PP - 1) / micro-batches of an update, times the sum of the above
     DP          per number 4 bytes of gradients reduced and e bytes of weights gathered, times (n-1)/n, over the slowest link
     optimizer   memory traffic of this rank's share; if offloaded, over PCIe and CPU memory; DP and optimizer: once per update
     offloading  2 L T/t H e over PCIe, not overlapped (ranking.py adds memory that sleeps)
@@ -168,8 +168,8 @@ def _largest_adapter(setup: Training) -> RankElements:
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
     """Return the seconds of a forward pass for the log-probs of the trained tokens.
 
-    Shares of a step without recomputation: a third of linear layers, experts, head, elementwise work and launching; 1/3.5 of
-    attention; 2 of 5 collectives; half of the exchanges and of the permutation.
+    The pass takes these shares of a step without recomputation: a third of linear layers, experts, head, elementwise work and
+    launching; 1/3.5 of attention; 2 of 5 collectives; half of the exchanges and of the permutation.
     """
     step = step_time(replace(setup, recompute="none"), work, gpu, sweeps_entropy=False)
     thirds = step.linear + step.experts + step.head + step.elementwise + step.launching
@@ -192,9 +192,10 @@ def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
 
 
 def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
-    """Return the seconds of gradient norm, clipping, AdamW on this rank's share, bfloat16 weights, and zeroing gradients.
+    """Return the seconds of the optimizer step on this rank's share: norm, clipping, AdamW, bfloat16 weights, zeroing gradients.
 
-    In CPU memory 30 bytes per number: moments and float32 weights read and written, gradients read, bfloat16 weights written.
+    An offloaded AdamW moves 30 bytes per number in CPU memory: it reads and writes moments and float32 weights, reads gradients,
+    and writes bfloat16 weights.
     """
     trained, memory = setup.trained(0), gpu.bandwidth * hw.MEMORY_SHARE.value
     numbers = optimizer_bytes(setup, trained) / (12 if setup.size == 2 else 8)
