@@ -126,7 +126,7 @@ def is_foreign_cache(build: Path) -> bool:
 
 
 class PlatformWheel(bdist_wheel):
-    """Tag py3-none-<platform>: it holds native libraries, but uses no Python ABI."""
+    """Wheel with the tag py3-none-<platform>, because it holds native libraries but uses no Python ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
