@@ -373,7 +373,7 @@ class _MadeUp:
     prompts: PromptSet
     role: Role
     stops: Sequence[str]
-    function: ToolFunction | None = None  # called in the agent's first turn
+    function: ToolFunction | None = None  # tool that the made-up answer of the first turn calls
 
     def __post_init__(self) -> None:
         part = READS.get(self.role)
@@ -404,7 +404,7 @@ class _MadeUp:
             text = parser.examples[verdict]
         else:
             text = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
-        for _ in range(turn):  # a sample that stops is continued
+        for _ in range(turn):  # a continued sample goes on after the stop text
             ends = [text.index(stop) + len(stop) for stop in self.stops if stop in text]
             text = text[min(ends) :] if ends else text
         return text

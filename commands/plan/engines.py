@@ -193,10 +193,9 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
     iterations = samples response / (engines most) + waiting      most: requests that an engine can decode at once
     c          = samples response / (engines iterations)          requests that it decodes at once, on average
-    iteration  = host + c of a request + max(bytes / bandwidth, 2 P_active c / peak) + collectives
+    iteration  = host time + c x host time of a request + max(bytes / bandwidth, 2 P_active c / peak) + collectives
     bytes      = per GPU: weights that c tokens touch + c length KV;   share of experts touched: 1 - (1 - k/E)^c
-    with expert parallelism, the experts touched and their products on the busiest GPU: times the imbalance (each is read at most
-    once)
+    with expert parallelism, the busiest GPU reads and multiplies `imbalance` times as much, but reads each expert at most once
     collectives = 2 L (latency + 2 c H e (t-1)/t / NVLink)            attention and MLP of each layer, t = TP > 1
     seconds    = iterations iteration + prefill
     prefilled  = samples prompt / group + samples max(0, parts - 1) length (+ engines c length with overlap)
@@ -204,7 +203,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
     The prefix of a completion that continues in another stage is computed again, as are the prefixes of all running completions
     at a publish, since new weights empty the cache. UloRL's steps with 1, 2 and 4 segments take 1240, 774 and 601 s (arXiv
-    2507.19766): part of the time halves whenever segments double, as `waiting` nearly does.
+    2507.19766): a part of the time halves whenever the number of segments doubles, as `waiting` nearly does here.
     """
     shape, tensor, length = setup.shape, setup.tensor_parallel, demand.length
     engine_tokens = demand.samples * demand.response / setup.num_engines

@@ -150,7 +150,7 @@ LAUNCH_ALONE_S = Constant(
     "launching a layer whose experts are on one rank, forward and backward",
     1.3e-3,
     "s",
-    f"{_STEP}: 20 of 220 ms remain unexplained; in another run the GPU waits 25 of 197 ms",
+    f"{_STEP}: 20 of 220 ms that no other constant explains; in another run the GPU was idle for 25 of 197 ms",
 )
 LAUNCH_S = Constant(
     "launching a layer whose experts are on several ranks",

@@ -11,12 +11,14 @@ from marsrl.trainer.config import RunConfig, SyncBackend
 
 
 def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
-    """Return the config with sync.backend=auto resolved from the settings and the presence of GPUs, the same on all ranks.
+    """Return the config with sync.backend=auto resolved, with the same result on all ranks.
 
     ipc: for engines on the trainer's GPUs, which map the trainer's memory.
     nccl: for engines on GPUs of their own, even on the trainer's host. Each rank sends its shards directly from its GPU; with
         files, the whole model would cross the link between one GPU and its host in every publish.
-    shm: through files, without GPUs, with rollout.placement=local, or with sync.directory.
+    shm: for machines without GPUs, rollout.placement=local, or a sync.directory. The weights travel as files.
+
+    on_gpus: True if the machine has GPUs.
     """
     if config.sync.backend != "auto":
         return config
@@ -62,7 +64,10 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """Return the moves of engines that rollout.rebalance could make, as text. has_gpus: engines take GPUs; False: a slot each."""
+    """Return the moves of engines that rollout.rebalance could make, as text.
+
+    has_gpus: True if an engine takes tensor_parallel GPUs; False: all engines take equal room, so any one can replace another.
+    """
     policies_asked = {agent.policy for agent in config.agents.values()}
     pools = {name: pool for name, pool in config.served_rollouts.items() if name in policies_asked}
     takes = {name: {"GPU": pool.vllm.tensor_parallel if has_gpus else 1.0} for name, pool in pools.items()}

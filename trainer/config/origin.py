@@ -78,7 +78,7 @@ def layer_of_words(words: Sequence[str], label: str) -> Layer:
 def check_words(words: Sequence[str], options: Collection[str] | None = None) -> None:
     """Raise ConfigError for a setting with leading dashes, a colon or spaces around =, and for a long dash.
 
-    options: the command's options, if the words still contain them; only dashes are checked then.
+    options: names of the command's options, if they are still among the words. Then only dashes are checked.
     """
     from marsrl.trainer.config import RunConfig
 

@@ -64,7 +64,7 @@ class RunSection(Settings):
     token_log_every: CountOr0 = 10
     """steps between logs of single tokens for `marsrl view` (docs/view.md); 0: none"""
     token_log_groups: Count = 1
-    """groups of each agent whose tokens are logged in such a step, at most 32 MiB together"""
+    """number of groups of each agent whose tokens are logged in a step of token_log_every; all together at most 32 MiB"""
     prometheus_port: int = Field(0, ge=0, le=65535)
     """port on which rank 0 serves Prometheus metrics, at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0: none"""
     wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")

@@ -272,7 +272,7 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
         return values
     names = [None if s.answer is None else _RIGHT if (s.correct or 0) >= 1 else answer_key(s.answer) for s in draws]
     kinds = {name: i for i, name in enumerate(dict.fromkeys(name for name in names if name is not None))}
-    votes = np.zeros((len(draws), len(kinds)))  # [N, kinds]
+    votes = np.zeros((len(draws), len(kinds)))  # [draws, different answers]
     for i, name in enumerate(names):
         if name is not None:
             votes[i, kinds[name]] = 1
@@ -289,7 +289,10 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
 
 
 def _elected(votes: npt.NDArray[np.float64], worth: npt.NDArray[np.float64]) -> float:
-    """Return the mean correctness of the answers with the most votes. votes: [orders, k, kinds]; worth: [kinds], correctness."""
+    """Return the mean correctness of the answers with the most votes.
+
+    votes: [orders, k, answers], 1 where a draw gave the answer. worth: [answers], correctness of each different answer.
+    """
     if not len(worth):
         return 0.0
     counts = votes.sum(axis=1)

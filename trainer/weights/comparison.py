@@ -47,7 +47,7 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """Difference between an engine's log-probs and the trainer's, over num_tokens tokens; of several engines, the largest.
+    """Difference between the log-probs of the trainer and of the engine that differs most, over num_tokens tokens.
 
     largest, median: statistics of |difference|, nats.
     noise: median of |difference| that rounding alone causes, nats.
@@ -253,7 +253,7 @@ class CheckedEngines:
     """Pool of engines whose weights and log-probs are verified.
 
     adapter: name of the adapter to verify; "": the model's weights.
-    shards_of_each: shards of the model on the workers of one engine, the same for all engines.
+    shards_of_each: for each worker of an engine, the shard of the model that it holds; the same for all engines.
     """
 
     def __init__(

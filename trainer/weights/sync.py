@@ -8,7 +8,7 @@
         CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
         CheckedEngines.compare          log-probs agree
 
-The path of one tensor (all but both ends are in rollout/weights):
+The path of one tensor (the steps between trainer and engine are in rollout/weights):
 
     sync.backend=shm    Converter.export, whole on rank 0 -> write_version: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)

@@ -174,7 +174,7 @@ def policy_state(
 ) -> dict[str, Any]:
     """Return a policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load.
 
-    past: earlier weights that are saved too, the reference of a KL term.
+    past: the reference of the KL term, if it is an earlier version of the policy; it is saved too.
     """
     metadata = {
         # Only this format reshards exactly between TP/EP/PP/DP layouts.

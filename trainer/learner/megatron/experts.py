@@ -112,10 +112,10 @@ class GroupedExperts(MegatronModule):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's token dispatcher on kernels.moe_permute: sums in float32, and one copy of each row per move.
+    """Megatron's token dispatcher with kernels.moe_permute, which sums in float32 and copies each row once per move.
 
-    Synchronises with the GPU only to read row counts before the all-to-all; megatron's own waits in every layer,
-    and for masks without TransformerEngine. State of a forward pass is dropped at its end.
+    It synchronises with the GPU only to read row counts before the all-to-all. Megatron's own dispatcher does so in every layer,
+    and without TransformerEngine also to index by masks. State of a forward pass is dropped at its end.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:

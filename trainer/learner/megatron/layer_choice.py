@@ -35,7 +35,7 @@ class LayerChoice(NamedTuple):
 
 
 def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
-    """Choose ours, unless TransformerEngine's are requested by name: they have not run on a GPU here.
+    """Choose our layers unless TransformerEngine's are requested by name, because those were not tested on GPUs.
 
     Raises ValueError with the reason if TransformerEngine is requested but cannot be used.
     """

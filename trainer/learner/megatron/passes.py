@@ -259,7 +259,10 @@ class Passes:
     def _old(
         self, batches: Sequence[PackedBatch], is_first: bool
     ) -> tuple[Sequence[Tensor | None], Sequence[Choices | None]]:
-        """Return (log-probs of the old policy, experts to force) per batch; R2 records experts in the same forward pass."""
+        """Return (log-probs of the old policy, experts to force) for each batch; None where the update needs none.
+
+        With trainer.router_replay=recompute, one forward pass gives both.
+        """
         nones: Sequence[None] = [None] * len(batches)
         is_needed = self.old_policy == "recompute" or (self.old_policy == "pois" and not is_first)
         old: Sequence[Tensor | None] = nones
