@@ -132,7 +132,7 @@ class Demand:
 
     @property
     def waiting(self) -> float:
-        """Iterations in which a stage waits for its longest completions: a stage's maximum minus a completion's mean part.
+        """Iterations in which a stage waits for its longest completions: its largest minus its mean number of tokens.
 
         With overlap, completions of the next stage fill the engines meanwhile.
         """
