@@ -344,8 +344,9 @@ def sync_time(
 ) -> SyncTime:
     """Return the seconds of a sync of one policy's engines. backend: the backend chosen by placement.with_backend.
 
-    M = bytes of the model, S = bytes of an engine GPU's shard as sent, n = ranks, N = pieces, with `expert` ranks for a layer's
-    experts; link = NVLink if all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes per byte.
+    M = bytes of the model, S = bytes of an engine GPU's shard as sent, n = ranks, N = pieces that are sent
+    (parameters.num_pieces); link = NVLink if all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes
+    per byte.
 
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory

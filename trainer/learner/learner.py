@@ -92,8 +92,8 @@ class Learner:
 
         objectives: objective of each agent of the run, in order; they differ only in clip ranges. mpt.probability replaces
             their mpt_probability; mpt.scope "off" turns the masking off.
-        reference_dir: weights of the frozen KL reference; loaded only if there is a KL term. None
-            with an adapter: its starting point, which is loaded anyway.
+        reference_dir: weights of the frozen KL reference; loaded only if there is a KL term. None: the
+            reference is the starting point of the adapter, which is loaded anyway.
         reward_kl_coef: weight of the KL penalty in the reward, instead of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
         sleeps: sleep() frees the GPU's memory (trainer.sleep); otherwise it does nothing.
@@ -311,7 +311,7 @@ class Learner:
 
         Nothing is written yet.
 
-        copy: the rest of the save may overlap training.
+        copy: copy the state first, so that the rest of the save may overlap training.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import begin_save, policy_state
 

@@ -224,7 +224,7 @@ def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts
 def held_stacks(shape: ModelShape, unit: Unit, parameter: Tensor, parts: int) -> Sequence[Tensor]:
     """Return a rank's parts of the unit's tensors, each [matrices, rows, columns]; vocabulary padding may follow.
 
-    parameter: the parameter of all the rank's experts.
+    parameter: the unit's parameter; for an expert's unit, the parameter that holds all experts of the rank.
     """
     if unit.expert is not None:
         return parameter.unbind(1) if unit.kind == "pair" else [parameter]

@@ -69,7 +69,7 @@ class Optimizer:
         is_precision_aware = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self._gradients_in = "decoupled_grad" if is_precision_aware else "grad"
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
-        # On CPUs scaling is a separate pass, which keeps results bitwise the same: the fused AdamW divides by 1 / shrink.
+        # On CPUs gradients are scaled in a separate pass; the fused AdamW would divide by 1 / shrink, which rounds differently.
         self._clips_inside = next(model.parameters()).is_cuda
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
