@@ -99,7 +99,7 @@ def settings_in(file: Path) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """Return the settings with the warm start's settings from the run's beginning: checkpoints contain its weights."""
+    """Return the settings, but the warm start's as the run began, because its checkpoints contain the warm-started weights."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config
