@@ -257,7 +257,7 @@ class Evaluator:
     ) -> EvaluationPlay:
         sampling = Sampling(self.config.temperature, self.config.top_p, self.config.top_k)
         slots = [pool.num_slots for pool in self.team.pools.values()]
-        # Twice the slots keep all slots busy; with more open episodes, the first draws would end, and be saved, later.
+        # Twice as many open episodes as slots keep all slots busy. With more, the first draws would end, and be saved, later.
         most = None if None in slots else 2 * sum(each or 0 for each in slots)
         return EvaluationPlay(
             self.team, versions, self.max_tokens, sampling,
