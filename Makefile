@@ -132,7 +132,7 @@ static:
 	mypy
 
 quick:
-	$(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu" $(OTHERS) --ignore tests/studies
+	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu" $(OTHERS) --ignore tests/studies
 
 bench: install  ## benchmarks on this machine, and the default run on three seeds
 	python benchmarks/train_step.py

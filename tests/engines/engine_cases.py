@@ -91,7 +91,7 @@ class WholeModel:
 class GivenLearner:
     """The part of a learner that a sync needs: tensors, and the scores of a model with them."""
 
-    vocab_size, align = 160, 1
+    vocab_size, align, sleeps = 160, 1, False
 
     def __init__(
         self,
