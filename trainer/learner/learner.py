@@ -413,7 +413,7 @@ class Together:
     ) -> dict[str, StepStats]:
         """Run Learner.train_step for each policy. Collective.
 
-        Each policy has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves that
+        Each policy has its own norm, clipping, learning rate and step count. An update without tokens of a policy leaves that
         policy unchanged.
         """
         learners = list(self.learners.values())

@@ -46,10 +46,8 @@ from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
 from marsrl.trainer.learner.megatron.model import as_run, bare_model
 from marsrl.trainer.learner.sleep import Memory
 
-_JOINED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-)  # Their A, which have the same input, are one matrix.
+# Matrices with the same input, whose A are one matrix.
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ALIGNMENT = 16  # In numbers: GPUs read 16 bytes at a time.
 
 Place = tuple[str, str]
