@@ -170,12 +170,11 @@ class Learner:
         base = self.base = self.base or FrozenBase(self._model_dir, layout, policy)
         self.model, self.adapter = base.model, Adapter(base, policy.adapter, seed)
         assert base.optimizer is None or not base.optimizer.has_begun, "adapters are added before training"
+        base.optimizer = None  # Adding moves the other adapters; free their state first.
         slot = base.trained.add(self.adapter)
         base.optimizer_configs.append(policy.optimizer)
-        base.optimizer = optimizer = BankOptimizer(
-            base.trained, base.optimizer_configs
-        )  # The other adapters have moved.
-        base.model.config.finalize_model_grads_func = lambda *chunks, **options: optimizer.finalize()
+        base.optimizer = BankOptimizer(base.trained, base.optimizer_configs)
+        base.model.config.finalize_model_grads_func = lambda *chunks, **options: base.optimizer.finalize()
         self.optimizer = AdapterOptimizer(base, slot)
         self._converter = self.adapter.converter
         return Model(base.wrapped, base.trained, (slot,))

@@ -175,23 +175,16 @@ class Rows:
 
     @classmethod
     def of(
-        cls,
-        shapes: Mapping[Place, tuple[int, ...]],
-        slots: Sequence[int],
-        group: Any,
-        options: Mapping[str, Any],
-        *,
-        is_trained: bool,
+        cls, shapes: Mapping[Place, tuple[int, ...]], slots: Sequence[int], group: Any, options: Mapping[str, Any]
     ) -> Rows:
-        """Lay out a row with these matrices, and return rows of zeros."""
+        """Lay out a row with these matrices, and return rows of zeros, without gradients."""
         places, end, num_whole = dict[Place, tuple[int, tuple[int, ...]]](), 0, 0
         for place in sorted(shapes, key=lambda place: not is_whole(*place)):
             places[place] = end, shapes[place]
             end += _up(math.prod(shapes[place]), _ALIGNMENT)
             num_whole = end if is_whole(*place) else num_whole
         weights = torch.zeros(len(slots), _up(end, _ALIGNMENT * group.size()), **options)
-        gradients = torch.zeros_like(weights if is_trained else weights[:0], dtype=torch.float32)
-        return cls(weights, slots, places, num_whole, group, gradients)
+        return cls(weights, slots, places, num_whole, group, weights.new_empty(0, dtype=torch.float32))
 
     def at(self, rows: Tensor, place: Place) -> Tensor:
         """Return the view [..., *shape] of a place in rows [..., P]."""
@@ -238,11 +231,13 @@ class Bank:
             if is_expert:  # They may be large, and a micro-batch has those of a single adapter.
                 slots = [slot for slot in slots if "experts" in self.adapters[slot].settings.targets]
                 group = parallel_state.get_expert_data_parallel_group()
-            self.buffers[is_expert] = Rows.of(of_kind, slots, group, options, is_trained=self._is_trained)
+            self.buffers[is_expert] = Rows.of(of_kind, slots, group, options)
         for slot, each in enumerate(self.adapters):
             views = self.views(each, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(each.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
+        for rows in self.buffers.values() if self._is_trained else ():  # The earlier buffers are free now.
+            rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
         self.scales = torch.tensor([each.settings.scale for each in self.adapters], **options)
         return len(self.adapters) - 1
 
