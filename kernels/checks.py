@@ -1,6 +1,6 @@
 """Checks of an op's arguments: each error names the argument, what was found and what was expected.
 
-They look only at shapes, dtypes and devices, which the host knows, and never read values on a device.
+Only shapes, dtypes and devices are checked, which the host knows; values on a device are never read.
 """
 
 import torch
@@ -18,11 +18,11 @@ def check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Check a tensor's shape (None: any size), dtype and device.
+    """Check a tensor's shape (None stands for any size), dtype and device.
 
     Raises:
-        ValueError: one of them differs.
-        RuntimeError: a transform of torch.func is active; no op has a rule for one.
+        ValueError: the shape, dtype or device is not the expected one.
+        RuntimeError: a transform of torch.func (vmap, grad, jvp) is active, which no op supports.
     """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} does not support torch.func transforms (vmap, grad, jvp); call it outside of them")
@@ -42,7 +42,7 @@ def check(
 def check_cu_seqlens(
     op: str, cu_seqlens: Tensor, num_tokens: int, device: torch.device, name: str = "cu_seqlens"
 ) -> int:
-    """Check the boundaries of packed sequences; returns S. Their values are read on the CPU only."""
+    """Check the boundaries of packed sequences and return S, the number of sequences. Values are checked only on the CPU."""
     check(op, name, cu_seqlens, (None,), INTEGERS, device)
     if cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
@@ -53,7 +53,7 @@ def check_cu_seqlens(
 
 
 def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
-    """Raise ValueError if an integer of a tensor on the CPU lies outside of 0..largest."""
+    """Raise ValueError if the tensor is on the CPU and has an integer outside of 0..largest."""
     if values.device.type != "cpu" or values.numel() == 0:
         return
     low, high = map(int, values.aminmax())
@@ -62,7 +62,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """Return why kernels that compute in float32 reject the tensor if it is float64, else None. tensor: None if not given."""
+    """Return the reason against a float64 tensor, for kernels that compute in float32; None for other dtypes or no tensor."""
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"
@@ -73,8 +73,8 @@ def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
 
 
 def _rises(bounds: Tensor, end: int) -> bool:
-    """Return True if the bounds run from 0 to end without decreasing."""
-    values = bounds.numpy()  # NumPy: a quarter of the time of PyTorch operations on a few numbers
+    """Return True if the bounds rise from 0 to `end`, without decreasing."""
+    values = bounds.numpy()  # NumPy takes a quarter of PyTorch's time for a few numbers
     return bool(values[0] == 0 and values[-1] == end and (values[1:] >= values[:-1]).all())
 
 
@@ -83,7 +83,7 @@ def _short(values: list[int]) -> str:
 
 
 def rows_dense(x: Tensor) -> Tensor:
-    """Return x [..., D] with a dense last dimension; x itself if it has one, whatever its other strides."""
+    """Return x [..., D] itself if its last dimension is dense, whatever the other strides; else return a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -93,9 +93,9 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([] int64 number of tokens in the mask, [T] int64 all tokens, masked-in ones first), without synchronisation.
+    """Return the number of tokens in the mask ([] int64), and all tokens with those first ([T] int64), without synchronisation.
 
-    Masked-out tokens follow, so that an upper bound of rows can be gathered before the true number is known.
+    The tokens outside the mask follow, so that a caller can gather an upper bound of rows before the number is known.
     """
     before = mask.long().cumsum(0)
     number = mask.sum()

@@ -1,4 +1,4 @@
-"""The gradient of an op: one autograd node around the forward and the backward of an implementation."""
+"""Gradient of an op: one autograd node around the forward and the backward of an implementation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from marsrl.kernels.triton_machine import machine_lacks_triton
 def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a backward so that it raises under create_graph=True.
 
-    Otherwise its result would be a constant, and a penalty on a gradient would silently have no gradient: torch's
-    once_differentiable raises only if the incoming gradient requires one.
+    Without this the backward's result would be a constant, so a penalty on a gradient would silently have no gradient. torch's
+    once_differentiable does not suffice: it raises only if the incoming gradient requires a gradient.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..
 
 
 class Kernels(Protocol):
-    """Forward and backward of an op by one implementation."""
+    """Forward and backward of one implementation of an op."""
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
         """Return the op's outputs, followed by tensors that only the backward reads."""
@@ -42,14 +42,14 @@ class Kernels(Protocol):
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Return gradients of the leading arguments, one for each of needs; None if not needed."""
+        """Return the gradients of the leading arguments, one per entry of `needs`; None where the entry is False."""
 
 
 class Recomputed:
-    """Kernels of a function that PyTorch can differentiate: the backward recomputes it.
+    """Kernels from a function that PyTorch can differentiate: the backward computes the function again.
 
-    The backward's products then run inside one node, with autocast off; plain autograd would run them as nodes of the
-    caller's graph, under the caller's autocast.
+    This keeps the backward's products inside one node, with autocast off. Plain autograd would run them as nodes of the caller's
+    graph, under the caller's autocast.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -72,18 +72,19 @@ class Recomputed:
             gradients = iter(
                 torch.autograd.grad([out for out, _ in ends], grad_leaves, of_outputs, materialize_grads=True)
             )
-        else:  # an empty batch, for which nothing was computed
+        else:  # an empty batch: nothing was computed
             gradients = map(torch.zeros_like, grad_leaves)
         return [next(gradients) if is_needed else None for is_needed in needs]
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The autograd node of an op, and what it saves for the backward.
+    """Builder of an op's autograd node, with what the node saves for the backward.
 
-    num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
-    num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward also reads the outputs.
-    num_unread: number of leading tensors of which the backward reads only shape and dtype, so their memory is not kept.
+    num_tensors: number of leading arguments that are tensors or None. All are saved, and get a gradient if they require one.
+    num_outputs: number of results of Kernels.forward that are returned to the caller.
+    saves_outputs: the backward also reads the outputs.
+    num_unread: number of leading tensors of which the backward reads only shape and dtype, so that their memory is not kept.
     """
 
     op: str
@@ -118,7 +119,7 @@ class Gradient:
         return 0 if self.saves_outputs else self.num_outputs
 
     def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the leading arguments as the backward gets them: without memory where it reads no values."""
+        """Return the leading arguments as they are saved for the backward: without memory if their values are not read."""
         unread = (tensor.new_empty(()).expand(tensor.shape) for tensor in tensors[: self.num_unread])
         return (*unread, *tensors[self.num_unread :])
 
@@ -129,7 +130,7 @@ class Gradient:
         why_not: Callable[..., str | None] = lambda *args: None,
         machine_lacks: Callable[[], str | None] = lambda: None,
     ) -> Implementation:
-        """Build an implementation from Kernels, which `load` returns on first use."""
+        """Build an implementation from the Kernels that `load` returns; `load` is called at the first use."""
 
         def run(*args: Any) -> Any:
             return self.node.apply(load(), *args)
@@ -137,7 +138,7 @@ class Gradient:
         return Implementation(name, run, why_not, machine_lacks, load)
 
     def triton(self, module: str, name: str, why_not: Callable[..., str | None]) -> Implementation:
-        """Build the implementation `triton` from the Kernels class of this name in marsrl.kernels.<module>."""
+        """Build the implementation `triton` from the Kernels class `name` in marsrl.kernels.<module>."""
         return self.implementation("triton", late_object(module, name), why_not, machine_lacks_triton)
 
     def reference(self, function: Callable[..., Any], why_not: Callable[..., str | None] = lambda *args: None) -> Any:

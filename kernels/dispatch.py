@@ -1,8 +1,8 @@
-"""Choice of an op's implementation for a call, with the reasons against the others.
+"""Choice of an op's implementation for a call, and the reasons why the others were not chosen.
 
-Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (such as `cpu` or `reference`) forces
-one for every op: a call that it cannot serve is refused with the reason, and so is an op that has no such implementation.
-`MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` forces implementations for these ops alone.
+Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (such as `cpu` or `reference`) forces one
+implementation for every op. A call that this implementation cannot serve is refused with the reason, and so is an op that has no
+implementation of that name. `MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` forces implementations for these ops alone.
 """
 
 import os
@@ -23,10 +23,9 @@ class Implementation:
     """Implementation of an op, and the conditions under which it can be used.
 
     run: computes the op from its arguments.
-    why_not: takes the same arguments and returns None if run supports them, else the reason.
-    machine_lacks: returns None if this machine can run it whatever the tensors, else the reason.
-    load: returns the Kernels (differentiable.py) that run uses; None if PyTorch differentiates run, or if the op has no
-        gradient.
+    why_not: takes the arguments of `run`, and returns None if `run` supports them, else the reason.
+    machine_lacks: returns None if this machine can run the implementation at all, else the reason.
+    load: returns the Kernels (differentiable.py) that `run` uses. None: PyTorch differentiates `run`, or the op has no gradient.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Implementation:
 
 
 def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with autocast off: an op chooses its arithmetic regardless of the caller's autocast."""
+    """Call the function with autocast off, because an op chooses its own arithmetic whatever the caller's autocast."""
     if not torch._C._is_any_autocast_enabled():
         return function(*args)
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -45,25 +44,25 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """Return None if a CPU implementation can read the tensor, else the reason, which calls the tensor `name`."""
+    """Return None if a CPU implementation can read the tensor, else the reason. name: the tensor's name in the reason."""
     return (
         None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this implementation reads host memory"
     )
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Return an Implementation.why_not that checks only the first argument; the reason calls it `name`."""
+    """Return an Implementation.why_not that checks only the first argument. name: the argument's name in the reason."""
     return lambda first, *_: why_not(name, first)
 
 
 def late_function(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of marsrl.kernels.<module> that is imported at its first call, so that Triton is loaded late."""
+    """Return a wrapper that imports a function of marsrl.kernels.<module> at the first call, so that Triton is loaded late."""
     find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
     return lambda *args: find()(*args)
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """Return a callable that returns one instance of a class of marsrl.kernels.<module>, created at the first call."""
+    """Return a callable for the single instance of a class of marsrl.kernels.<module>, created at the first call."""
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
@@ -94,12 +93,12 @@ class Op:
     _run_untraced = torch._disable_dynamo(_run)
 
     def choose(self, *args: Any) -> Implementation:
-        """Return the implementation that serves these arguments.
+        """Return the first implementation that can serve these arguments, or the forced one.
 
         Raises:
             ValueError: MARSRL_KERNELS names an unknown implementation or op.
-            RuntimeError: the forced implementation does not exist for this op or cannot serve the call, or no implementation
-                can; the message has the reasons.
+            RuntimeError: this op lacks the forced implementation, or the forced one, or every one, cannot serve the call. The
+                message has the reasons.
         """
         forced = forced_name(self.name)
         if forced is not None:
@@ -122,7 +121,7 @@ class Op:
         raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
 
     def explain(self, why_not: Callable[[Implementation], str | None]) -> "Explanation":
-        """Return the implementation that would be chosen, and the reasons against the others.
+        """Return the implementation that would be chosen, and why the others would not.
 
         why_not: returns the known reason against an implementation, or None.
         """
@@ -144,7 +143,7 @@ class Op:
 
 def forced_name(op: str) -> str | None:
     """Return the implementation that MARSRL_KERNELS forces for this op, or None; ValueError if it names an unknown one."""
-    if ENVIRONMENT not in os.environ:  # twice as fast as `get`, which raises and catches internally
+    if ENVIRONMENT not in os.environ:  # twice as fast as os.environ.get, which catches a KeyError internally
         return None
     text = os.environ[ENVIRONMENT]
     if not text:
@@ -178,5 +177,5 @@ class Explanation:
 
 
 def explain() -> list[Explanation]:
-    """Return each op's implementation on this machine, and the reasons against the others; tensors may add reasons."""
+    """Return each op's implementation on this machine, and the reasons against the others. A call's tensors may add reasons."""
     return [op.explain(lambda implementation: implementation.machine_lacks()) for _, op in sorted(_OPS.items())]

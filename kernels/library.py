@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "_lib"
 
 
 class _pointer:
-    """Address argument of a C function: a tensor (its data's address), or what ctypes accepts as a void pointer."""
+    """Address argument of a C function: the address of a tensor's data, or anything that ctypes takes as a void pointer."""
 
     @staticmethod
     def from_param(value: Any) -> Any:
@@ -33,9 +33,9 @@ _TYPES = {
     "Q": ctypes.c_uint64,
     "": None,
 }
-"""Letters of the struct module, and p for an address."""
+"""ctypes type by letter: the letters of the struct module, and p for an address."""
 
-# Maps a name to (result, arguments) in letters of _TYPES, in the order of the C declarations.
+# Name of a C function -> (type of the result, types of the arguments), in letters of _TYPES.
 Declarations = Mapping[str, tuple[str, str]]
 _CPU_FUNCTIONS: Declarations = {
     "marsrl_row_logprobs": ("q", "pqqqpqppfppppi"),
@@ -58,7 +58,7 @@ _CPU_FUNCTIONS: Declarations = {
 
 
 class Objective(ctypes.Structure):
-    """Struct Objective of csrc/include/policy_objective.h; options: PolicyObjective.options, in its order."""
+    """Struct Objective of csrc/include/policy_objective.h. options: the numbers of PolicyObjective.options."""
 
     _fields_ = [
         ("options", ctypes.c_float * NUM_OPTIONS),
@@ -76,13 +76,13 @@ _OF_TOKENS = (
 
 
 class Tokens(ctypes.Structure):
-    """Struct Tokens of csrc/include/policy_objective.h: addresses of packed arrays."""
+    """Struct Tokens of csrc/include/policy_objective.h, which has the addresses of packed arrays."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in _OF_TOKENS]
 
 
 def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
-    """Return the library with its functions declared, or the reason why it cannot be used."""
+    """Return the library with declared functions, or the reason why it cannot be used."""
     if not path.exists():
         return f"{path} is missing: build it with `MARSRL_BUILD=require pip install --no-build-isolation -e .`"
     try:
@@ -104,7 +104,7 @@ def _cpu() -> ctypes.CDLL | str:
 
 
 def cpu_library() -> ctypes.CDLL:
-    """Return csrc/cpu as a library; RuntimeError with the reason if it cannot be used."""
+    """Return the library built from csrc/cpu; RuntimeError with the reason if it cannot be used."""
     library = _cpu()
     if isinstance(library, str):
         raise RuntimeError(f"kernels: {library}")
@@ -118,12 +118,12 @@ def why_no_cpu_library() -> str | None:
 
 
 def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
-    """Return None if a CPU function for float32 and bfloat16 can read the tensor, else the reason."""
+    """Return None if functions of csrc/cpu for float32 and bfloat16 can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's data; None stays the null pointer."""
+    """Return the address of a tensor's data; for None, None (the null pointer)."""
     return None if tensor is None else tensor.data_ptr()

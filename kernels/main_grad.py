@@ -10,16 +10,16 @@ from marsrl.kernels.checks import check
 
 @dataclass(frozen=True)
 class MainGrad:
-    """Buffer of a weight's gradient.
+    """Buffer to which a backward adds a weight's gradient.
 
-    total: main_grad, in the shape of the gradient that the op's backward returns for the weight.
+    total: the weight's main_grad, in the shape of the gradient that the op's backward would otherwise return.
     """
 
     weight: Tensor
     total: Tensor
 
     def placeholder(self) -> Tensor | None:
-        """Return the value that a backward returns for the weight after it has added the gradient to `total`.
+        """Return what a backward returns as the weight's gradient, after adding the real one to `total`.
 
         With Megatron's `grad_added_to_main_grad`, which is set here, this is an uninitialised tensor: Megatron's hooks need one
         and ignore its values. Otherwise it is None.
@@ -36,8 +36,8 @@ def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: T
     """Add grad_output.T @ total_input to main_grad in place, like apex's function of this name, which Megatron calls.
 
     total_input: [T, in]; grad_output: [T, out], in the same dtype; main_grad: [out, in] float32. 16-bit tensors need a GPU: torch
-    2.13 has no such GEMM for CPUs. The GEMM accumulates in float32. Otherwise the gradient would be rounded to 16 bits, written,
-    and read again by a kernel that adds it.
+    2.13 has no such GEMM for CPUs. The GEMM accumulates directly into float32, which saves rounding the gradient to 16 bits,
+    writing it, and reading it again in a kernel that adds it.
     """
     if total_input.dtype == torch.float32:
         main_grad.addmm_(grad_output.t(), total_input)
@@ -46,7 +46,7 @@ def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: T
 
 
 def check_main_grad(op: str, weight: Tensor, main_grad: Tensor) -> None:
-    """Raise ValueError unless main_grad is float32, of the weight's shape and device, and not expanded."""
+    """Raise ValueError unless main_grad is float32, not expanded, and has the shape and device of the weight."""
     check(op, "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
     if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
         raise ValueError(f"{op}: main_grad is expanded, expected separate memory for each element")

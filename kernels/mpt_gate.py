@@ -1,4 +1,4 @@
-"""Gate of the samples whose well-mastered tokens are masked."""
+"""Gate that selects the samples whose well-mastered tokens are masked in the loss."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def mpt_gate(
     In a sample whose gate is set, the loss masks each token with a probability of at least mpt_probability.
 
     Args:
-        entropy: [T] float, nats, not read where mask is False.
+        entropy: [T] float, nats, of each token; not read where mask is False.
         mask: [T] bool, the trained tokens.
         cu_seqlens: [S+1] int.
-        positive: [S] bool, task reward before penalties >= 1.
-        scope: "sample": H is the mean over the sample's tokens; "batch": over all tokens given.
-        process_group: sums are taken over its ranks: the context-parallel ranks of a sample ("sample"; every rank
-            passes the same S), or the ranks that share the batch ("batch").
+        positive: [S] bool, True if the sample's task reward, before penalties, is at least 1.
+        scope: "sample": H is the mean entropy over the sample's tokens; "batch": over all tokens given.
+        process_group: group over whose ranks the means are taken. For "sample", the context-parallel ranks of a sample, which all
+            pass the same S; for "batch", the ranks that share the batch.
 
     Returns:
         [S] bool; False for a sample without tokens or, with "batch", if there are no tokens at all.
@@ -52,5 +52,5 @@ def mpt_gate(
     if process_group is not None:
         dist.all_reduce(sums, group=process_group)
     total, count = sums.unbind()
-    # Multiplied by count: no division by 0, and False without tokens.
+    # Multiply by the count instead of dividing: a sample without tokens then gets False, not NaN.
     return positive & (total < entropy_threshold * count)

@@ -1,12 +1,13 @@
-"""Accuracy that a kernel's result must have, for tests and benchmarks.
+"""Accuracy that tests and benchmarks require of a kernel's result.
 
 A kernel passes if its error against float64 is at most twice the error of plain PyTorch at the kernel's dtype:
 
     exact = definition(*(tensor.double() for tensor in inputs))
     assert_accurate("output", kernel(*inputs), exact, plain=definition(*inputs))
 
-Matrix products need a wider bound. A library chooses the order of their sums by processor and shape, so plain PyTorch's error
-at one shape says little about another. For products, also compute the definition for inputs that are changed by one rounding:
+Matrix products need a wider bound, because a library chooses the order of their sums by processor and shape. Plain PyTorch's
+error at one shape therefore says little about another. For products, also compute the definition for inputs that are changed by
+one rounding error:
 
     moved = definition(*(off_by_an_ulp(tensor) for tensor in inputs))
     assert_accurate("product", a @ b, exact, plain, moved=moved, terms=a.shape[-1])
@@ -15,8 +16,8 @@ at one shape says little about another. For products, also compute the definitio
 import torch
 from torch import Tensor
 
-# Rounding error that a block may have, relative to the block's norm. In 16 bits each operand and each result is rounded by at
-# most half an eps. In float32 p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
+# Rounding error that a block may have, relative to the block's norm. In 16 bits, each operand and each result is rounded by at
+# most half an eps. In float32, p = e^(log p) inherits the rounding error of log p, whose size is up to 16 nats.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
 
@@ -24,9 +25,10 @@ _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64:
 def off_by_an_ulp(values: Tensor) -> Tensor:
     """Move each value up or down by one ulp of float32, with the same signs for the same shape on every machine.
 
-    Returns float64. On a GPU, 16-bit values are also made smaller: tensor cores truncate sums to float32, other units
-    round them (doi:10.7717/peerj-cs.330). Truncation loses half an ulp on average for every 16 products, n / 32 ulp for n.
-    Each of two operands is made sqrt(n) / 64 ulp smaller, and assert_accurate multiplies by sqrt(n).
+    Returns float64. On a GPU, 16-bit values are also made smaller, because tensor cores truncate sums to float32, whereas other
+    units round them (doi:10.7717/peerj-cs.330). Truncation loses half an ulp on average for every 16 products, which is n / 32
+    ulp for n products. So each of the two operands is made sqrt(n) / 64 ulp smaller; assert_accurate multiplies the difference by
+    sqrt(n).
     """
     eps = torch.finfo(torch.float32).eps
     signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)).to(values.device) * 2 - 1
@@ -46,25 +48,25 @@ def assert_accurate(
 ) -> None:
     """Fail unless `found` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
 
-    The whole is judged by its largest error: at most twice plain PyTorch's, or 4 ulp of the largest value. A block is judged by
-    the root of its sum of squared errors: at most twice plain PyTorch's, or _ROUNDING times the block's norm. Blocks show errors
-    that a few large entries elsewhere hide. A NaN fails.
+    The largest error of all entries may be twice plain PyTorch's, or 4 ulp of the largest value. The norm of a block's errors may
+    be twice plain PyTorch's, or _ROUNDING times the block's norm. Blocks show errors that a few large entries elsewhere would
+    hide. NaN fails.
 
     Args:
         name: Name of the result in the message.
         found: [...] The kernel's result, in its own dtype.
         exact: [...] float64, the definition's result in float64.
         plain: [...] The definition's result in PyTorch at the kernel's dtype.
-        scale: Size of the terms of a sum that cancels, if larger than the result itself.
+        scale: Size of the terms that were summed, if they cancel and the result is smaller.
         moved: [...] float64, the definition's result for inputs that are off_by_an_ulp. Then sqrt(terms) * |moved - exact| is
             allowed too: random rounding errors of the terms of a sum grow like 2 sqrt(n) u for n terms
             (doi:10.1137/18M1226312 with lambda = 2).
         terms: Number of terms of the longest sum.
-        apart: [N] bool over the first dimension: rows that share no block with the others, because they are hundreds of times
-            smaller, such as a head's weight-gradient rows of tokens that are never targets.
+        apart: [N] bool over the first dimension: rows that get blocks of their own, because they are hundreds of times smaller
+            than the others. Examples are the rows of a head's weight gradient for tokens that are never targets.
 
     Raises:
-        AssertionError: With the error, what was allowed, and plain PyTorch's error.
+        AssertionError: The message has the error, the allowed error and plain PyTorch's error.
     """
     assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
     if found.numel() == 0:
@@ -81,7 +83,7 @@ def assert_accurate(
         allowed = max(allowed, rounding.abs().max().item())
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (plain PyTorch: {plain_error:.3e})"
 
-    # Exponentials this small relative to the others may become 0, as exponentials below e^-87 do in float32.
+    # Blocks this small relative to the others may be 0, because float32 has no exponentials below e^-87.
     negligible = max(finfo.tiny, 1e-30 * exact.abs().max().item())
     for part, rows in _parts(apart):
         off, base, size, ones = (
@@ -100,7 +102,7 @@ def assert_accurate(
 
 
 def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
-    """Return the parts that share no block: (description for the message, the part's rows [N] bool, or None for all rows)."""
+    """Return the parts that share no block, as (description for the message, rows of the part as [N] bool or None for all)."""
     if apart is None:
         return [("", None)]
     return [(words, rows) for words, rows in ((" apart", apart), (" of the others", ~apart)) if rows.any()]
@@ -116,8 +118,8 @@ def _matrix(values: Tensor, rows: Tensor | None) -> Tensor:
 def _block_norms(values: Tensor) -> Tensor:
     """Return the root of the sum of squares of each block of a matrix [N, M], as [I, J].
 
-    Blocks are 32 by 32, or larger so that at most 64 fit a dimension. The last block includes the remainder, as a single entry
-    can be much more accurate than others, or much smaller.
+    Blocks are 32 by 32, or larger so that at most 64 fit a dimension. The last block includes the remainder, because a single
+    entry can be much more accurate, or much smaller, than the others.
     """
     squares = values.square()
     for dim in (1, 0):

@@ -1,12 +1,12 @@
-"""Ops for callers that torch.compile traces: torch.ops.marsrl.<name>, with a fake kernel and a gradient.
+"""Ops as torch.ops.marsrl.<name>, with a fake kernel and a gradient, for callers that torch.compile traces.
 
     eager                               traced
     op(...)                             torch.ops.marsrl.<name>(...), in the backward torch.ops.marsrl.<name>_backward(...)
       the node of differentiable.py       op.choose, when the compiled code runs
         Kernels.forward, .backward          Kernels.forward, .backward
 
-Calling such an op takes 17 us of Python more than calling the node (rms_norm, forward), so eager callers bypass it. Importing
-marsrl.kernels only registers the ops: torch.compile must find them before the first call.
+Calling such an op takes 17 us more of Python time than calling the node (measured for rms_norm's forward), so eager callers
+bypass it. Importing marsrl.kernels registers the ops, because torch.compile must find them before the first call.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,11 @@ def register(
     num_results: int,
     prepare: Callable[..., tuple[Any, ...]] = lambda *given: given,
 ) -> None:
-    """Make torch.ops.marsrl.<name> of an op.
+    """Register an op as torch.ops.marsrl.<name>.
 
-    arguments: schema of torch.library; gradient's arguments come first. prepare: checks these arguments, which are real tensors,
-    and converts them to what `op` takes. results: allocates uninitialised results of Kernels.forward, also for fake tensors.
+    arguments: the arguments as a schema of torch.library; those that `gradient` differentiates come first.
+    prepare: checks these arguments, which are real tensors, and converts them to the arguments of `op`.
+    results: allocates uninitialised results of Kernels.forward; also called with fake tensors.
     """
     name, num_tensors = f"marsrl::{op.name}", gradient.num_tensors
     types = ", ".join(["Tensor"] * num_results)
@@ -43,8 +44,8 @@ def register(
     def forward(*given: Any) -> Any:
         args = prepare(*given)
         tensors = without_autocast(_kernels(op, args).forward, *args)
-        # The class Recomputed saves nothing for the backward. If MARSRL_KERNELS then changes and another implementation runs
-        # the backward, infinity in the results that it should not read makes every gradient non-finite.
+        # The class Recomputed saves nothing, so the results that other classes save are filled with infinity. If MARSRL_KERNELS
+        # changes before the backward and another implementation reads them, every gradient is then visibly not finite.
         unread = (tensor.fill_(-torch.inf) for tensor in results(*given)[len(tensors) :])
         return _one_or_all((*map(_own, tensors), *unread))
 
@@ -89,7 +90,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return the result with the fake kernel's memory layout, as a tensor that owns its memory; a view is copied."""
+    """Return the result in the layout of the fake kernel's: contiguous, and the sole owner of its memory. Views are copied."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

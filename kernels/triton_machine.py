@@ -13,9 +13,9 @@ from torch import Tensor
 from marsrl.kernels.checks import why_not_double
 
 
-@cache  # Triton reads the variable when a kernel is defined, so a later change has no effect
+@cache  # Triton reads TRITON_INTERPRET when a kernel is defined, so a later change has no effect
 def is_interpreted() -> bool:
-    """Return True if Triton runs kernels as NumPy on the CPU."""
+    """Return True if Triton interprets kernels with NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -43,11 +43,11 @@ def why_not_triton_float32(name: str, tensor: Tensor) -> str | None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device the current one, on which Triton launches."""
+    """Make the tensor's device the current device, on which Triton launches kernels."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
-MULTIPROCESSORS = 132  # an H100 or H200 has this many
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def num_multiprocessors(tensor: Tensor) -> int:

@@ -21,12 +21,13 @@ def attention_decode(
     Args:
         q: [S, N, D] float, the query of each sequence's newest token.
         k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; they already include the newest token.
-            Any strides: pass a head-major cache as a transposed view. Entries beyond lengths[s] must be finite (0 times NaN
-            is NaN), and do not affect the result.
-        lengths: [S] int, 1..L; on a GPU its values are not read by the host.
+            Strides are free, so a head-major cache can be passed as a transposed view. Entries beyond lengths[s] do not affect
+            the result, but must be finite, because 0 times NaN is NaN.
+        lengths: [S] int, number of keys of each sequence, 1..L; on a GPU the host does not read the values.
         scale: any finite number; None = 1 / sqrt(D).
 
-    Returns [S, N, D] in the dtype of q, without a gradient. On a GPU a row's bits depend neither on the other rows nor on L.
+    Returns the attention output, [S, N, D] in the dtype of q, without a gradient. On a GPU the bits of a sequence's output depend
+    neither on the other sequences nor on L.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

@@ -1,6 +1,7 @@
-"""Decoding attention on the CPU by csrc/cpu/decode.cpp, which reads a key head once for all of its query heads.
+"""Decoding attention on the CPU by csrc/cpu/decode.cpp, which reads each key head once for all query heads that share it.
 
-One thread, lengths L/4 to L: 1.2 to 1.6 times as fast as torch_impl.py in float32, 1 to 2.8 times in bfloat16.
+On one thread, with lengths between L/4 and L, it is 1.2 to 1.6 times as fast as torch_impl.py in float32, and 1 to 2.8 times in
+bfloat16.
 """
 
 import ctypes
@@ -17,7 +18,7 @@ _PARALLEL_NUMBERS = 1 << 16
 
 
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return [S, N, D] as the reference defines it; entries beyond a length are never read."""
+    """Return the output [S, N, D] that reference.py defines; cache entries beyond a sequence's length are never read."""
     q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")

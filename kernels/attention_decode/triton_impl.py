@@ -10,12 +10,12 @@ from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
-# Keys per split: enough work for one program. S x N_kv x L / 512 programs fill a GPU from 2k keys on at S = 8.
+# Keys per split: enough work for one program. At S = 8, S x N_kv x L / 512 programs fill a GPU from L = 2048 on.
 SPLIT = 512
 
 
 def attention_decode_triton(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return [S, N, D] as the reference defines it."""
+    """Return the output [S, N, D] that reference.py defines."""
     q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     num_sequences, num_heads, head_size = q.shape
     capacity, num_key_heads = k_cache.shape[1:3]

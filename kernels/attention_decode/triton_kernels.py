@@ -1,8 +1,8 @@
-"""Decoding attention as two Triton kernels: each sequence's keys in splits of fixed size, then their sum in order.
+"""Decoding attention as two Triton kernels: the first attends within splits of fixed size, the second sums a sequence's splits.
 
-The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order: a
-sequence's bits do not depend on the rest of the batch. Exponents are to base 2. The sum of a split is stored without taking its
-logarithm, because rounding the logarithm would scale the split's whole contribution.
+The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order. So
+the bits of a sequence's output do not depend on the rest of the batch. Exponents are to base 2. Each split's sum of exponentials
+is stored as it is, not as a logarithm: rounding the logarithm would scale the split's whole contribution.
 """
 # mypy: disallow-untyped-defs=False
 
@@ -36,9 +36,10 @@ def decode_split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Attend with one key head's query heads over one split.
+    """Compute the attention over one split, for all query heads that share one key head.
 
-    Writes partial [S, N, splits, D] and maxima, totals [S, N, splits], all float32.
+    Writes the unnormalised outputs partial [S, N, splits, D], the largest scores maxima and the sums of exponentials totals, both
+    [S, N, splits]. All are float32.
     """
     sequence = (tl.program_id(0) // num_key_heads).to(tl.int64)
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
@@ -74,7 +75,7 @@ def decode_split(
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
         block = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        # Add block sums: a single chain of SPLIT additions rounds more.
+        # Add sums of blocks, because a single chain of SPLIT additions has a larger rounding error.
         output = tl.fma(output, shrink[:, None], block)
         maximum = risen
 
@@ -96,8 +97,8 @@ def decode_sum(
     HEAD_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Sum one head's splits of one sequence, each weighted by its share of the softmax; splits without keys are skipped."""
-    row = tl.program_id(0).to(tl.int64)  # row of [S, N]
+    """Sum the splits of one head and sequence, each weighted by its share of the softmax; splits without keys are skipped."""
+    row = tl.program_id(0).to(tl.int64)  # index into [S, N]
     length = tl.load(lengths + row // num_heads).to(tl.int32)
     dims = tl.arange(0, HEAD_SIZE)
     output = tl.zeros([HEAD_SIZE], tl.float32)

@@ -33,16 +33,17 @@ def attention_varlen(
 
     Args:
         q: [T, N, D] float; k, v: [T_k, N_kv, D], N a multiple of N_kv (grouped queries).
-        cu_seqlens: [S+1] int, boundaries of the queries; empty sequences are allowed.
-        cu_seqlens_k: [S+1] int, of the keys, if different: a sequence has at least as many keys as queries.
+        cu_seqlens: [S+1] int, boundaries of the sequences in q; empty sequences are allowed.
+        cu_seqlens_k: [S+1] int, boundaries of the sequences in k and v, each with at least as many keys as queries. None:
+            cu_seqlens.
         scale: any finite number; None = 1 / sqrt(D).
         causal: a query sees no later key; a sequence's last query is aligned with its last key.
-        max_seqlen: upper bound of the sequence lengths, if the host knows one: flash-attn then launches fewer blocks.
-            None: the number of tokens.
-        deterministic: the gradient is bitwise reproducible. With our kernels it always is; flash-attn 2 then keeps several
-            copies of the queries' gradient, each 4 T N D bytes, and adds them in order.
+        max_seqlen: upper bound of the sequence lengths, with which flash-attn launches fewer blocks. None: the number of tokens.
+        deterministic: make the gradient bitwise reproducible. That of our own kernels always is. flash-attn 2 needs several
+            copies of the gradient of q for this, each of 4 T N D bytes, which it adds in order.
 
-    Returns [T, N, D] in the dtype of q. Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
+    Returns the attention output, [T, N, D] in the dtype of q. The call never synchronises with the GPU, so the values of a
+    cu_seqlens on a GPU are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -57,7 +58,7 @@ def attention_varlen(
 
 
 def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Return queries [..., D] and a positive scale with the same products: kernels take the maximum before scaling."""
+    """Return equivalent queries [..., D] with a positive scale, because kernels take the maximum before scaling."""
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if not isfinite(scale):
@@ -100,12 +101,12 @@ def _checked(
 
 
 def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Allocate the output, and the log-sum-exp of each head and query."""
+    """Allocate the output and the log-sum-exp of every head and query."""
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
-    """Return None if Triton kernels can read queries [..., D], else the reason."""
+    """Return None if our Triton kernels support queries [..., D], else the reason."""
     head_size = q.shape[2]
     if head_size & (head_size - 1) or not 16 <= head_size <= 256:
         return f"head size {head_size}, the kernels support 16, 32, 64, 128 and 256"

@@ -18,9 +18,10 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 @dataclass(frozen=True)
 class Version:
-    """Version of flash-attn. The arguments of flash_attn_varlen_func used here have the same names in every version.
+    """Version of flash-attn, as a module with flash_attn_varlen_func; the arguments used here have the same names in all
+    versions.
 
-    generations: major compute capabilities on which its backward has a deterministic mode.
+    generations: major compute capabilities of the GPUs on which this version's backward has a deterministic mode.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Version:
     generations: tuple[int, ...]
 
 
-FLASH_4 = Version("flash4", "flash_attn.cute.interface", (9, 10, 11))  # CuTe DSL: Hopper and Blackwell; as of 4.0.0b36
+FLASH_4 = Version("flash4", "flash_attn.cute.interface", (9, 10, 11))  # for Hopper and Blackwell; as of 4.0.0b36
 FLASH_3 = Version("flash3", "flash_attn_interface", (9,))  # Hopper
 FLASH_2 = Version("flash2", "flash_attn.flash_attn_interface", (8, 9, 10, 11, 12))
 MOST_HEAD_SIZE = 256
@@ -70,7 +71,7 @@ def attention_varlen_flash(
     max_seqlen: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return [T, N, D] as the reference defines it; like the reference, flash-attn aligns a causal mask at the last key."""
+    """Return the output [T, N, D] that reference.py defines; flash-attn also aligns a causal mask at the last key."""
     function = _function(version.module)
     assert not isinstance(function, str), function
     result = function(
@@ -79,7 +80,7 @@ def attention_varlen_flash(
         v,
         cu_seqlens_q=cu_seqlens.int(),
         cu_seqlens_k=cu_seqlens_k.int(),
-        max_seqlen_q=max_seqlen or q.shape[0],  # bounds of the grid; None: surplus blocks exit at once
+        max_seqlen_q=max_seqlen or q.shape[0],  # bounds of the grid; surplus blocks exit at once
         max_seqlen_k=max_seqlen or k.shape[0],
         softmax_scale=scale,
         causal=causal,
@@ -106,9 +107,10 @@ def why_not_flash_kernels(q: Tensor) -> str | None:
 
 @cache
 def _is_installed(module: str) -> bool:
-    """Return True if the module exists, without importing its package.
+    """Return True if the module exists; its package is not imported.
 
-    flash_attn would load its CUDA library; without version 2 it is only the folder that contains version 4.
+    Importing flash_attn would load the CUDA library of version 2. If only version 4 is installed, flash_attn is just the folder
+    around it.
     """
     top, _, submodule = module.partition(".")
     spec = find_spec(top)
@@ -120,7 +122,7 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _function(module: str) -> Callable[..., Any] | str:
-    """Return the module's flash_attn_varlen_func, or the reason why it is not available."""
+    """Return the module's flash_attn_varlen_func, or the reason why there is none."""
     try:
         function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
     except (ImportError, OSError, AttributeError) as error:  # a build for another torch, or a missing CUDA library
@@ -129,7 +131,7 @@ def _function(module: str) -> Callable[..., Any] | str:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """Return None if varlen_attn can serve these arguments, else the reason. The last argument is `deterministic`."""
+    """Return None if varlen_attn supports these arguments, of which the last is `deterministic`, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward pass is deterministic only under torch.use_deterministic_algorithms(True)"
     return why_not_flash_kernels(q)
@@ -146,7 +148,7 @@ def attention_varlen_torch(
     max_seqlen: int | None = None,
     deterministic: bool = False,  # checked by why_not_varlen_attn
 ) -> Tensor:
-    """Return [T, N, D] as the reference defines it, with PyTorch's autograd."""
+    """Return the output [T, N, D] that reference.py defines, differentiable by PyTorch's autograd."""
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(
@@ -161,5 +163,5 @@ def attention_varlen_torch(
         window_size=(-1, 0) if causal else (-1, -1),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
+    assert isinstance(output, Tensor)  # varlen_attn returns a pair only if the log-sum-exp is requested
     return output

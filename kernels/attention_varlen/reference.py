@@ -1,4 +1,4 @@
-"""Attention within packed sequences: a masked softmax per segment. The definition."""
+"""Reference definition of attention within packed sequences: a masked softmax per sequence."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def attention_varlen_reference(
     causal: bool,
     *_: object,
 ) -> Tensor:
-    """Return [T, N, D]; if causal, query i of a segment with m queries and n keys sees the keys up to i + n - m."""
+    """Return the output [T, N, D]; if causal, query i of a sequence with m queries and n keys sees the keys up to i + n - m."""
     outputs = []
     bounds_q, bounds_k = cu_seqlens.tolist(), cu_seqlens_k.tolist()
     repeats = q.shape[1] // k.shape[1]

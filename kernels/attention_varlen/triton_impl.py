@@ -1,4 +1,4 @@
-"""Packed attention on a GPU by our Triton kernels: launches and tile sizes. Nothing waits for the device."""
+"""Packed attention on a GPU by our Triton kernels: launches and tile sizes. The host never waits for the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ LOG2_E = log2(e)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile size, queries (m) by keys (n), and launch options."""
+    """Tile size (m queries by n keys) and launch options."""
 
     m: int
     n: int
@@ -49,7 +49,7 @@ def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
 
 
 class TritonAttention:
-    """Kernels of attention_varlen. Results: the output, and the log-sum-exp [N, T] of each query."""
+    """Kernels of attention_varlen; `forward` returns the output and the log-sum-exp [N, T] of each query."""
 
     def forward(
         self,
@@ -60,7 +60,7 @@ class TritonAttention:
         cu_seqlens_k: Tensor,
         scale: float,
         causal: bool,
-        max_seqlen: int | None,  # the grid does not need it
+        max_seqlen: int | None,  # unused: the grid does not depend on it
         deterministic: bool,  # unused: the kernels are always deterministic
     ) -> tuple[Tensor, Tensor]:
         q, k, v, cu_seqlens, cu_seqlens_k = _as_read(q, k, v, cu_seqlens, cu_seqlens_k)
@@ -111,9 +111,9 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """Prepare the inputs for the kernels, which read views of a fused qkv projection in place.
+    """Return the inputs with a dense head dimension, which is all that the kernels require.
 
-    An input is copied only if its head dimension is not dense.
+    Views of a fused qkv projection are therefore read in place; only other inputs are copied.
     """
     return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 
@@ -123,7 +123,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def _num_tiles(x: Tensor, cu_seqlens: Tensor, size: int) -> int:
-    """Return an upper bound of the number of tiles that the host knows; see triton_kernels.py."""
+    """Return an upper bound of the number of tiles, computed from shapes alone; see triton_kernels.py."""
     return x.shape[0] // size + cu_seqlens.numel() - 1
 
 

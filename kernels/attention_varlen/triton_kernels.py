@@ -1,12 +1,12 @@
-"""Packed attention forward and backward as Triton kernels: tiles of queries against tiles of keys, scores never stored.
+"""Packed attention, forward and backward, as Triton kernels over tiles of queries and keys; scores are never stored.
 
     forward   o = softmax(scale q k^T) v by the running maximum and sum of arXiv:2205.14135, algorithm 1
     backward  p = exp(s - lse), dp = do v^T, ds = p (dp - delta), delta = sum(do o)     (arXiv:2307.08691, algorithm 2)
               dq = scale ds k in one kernel; dk = scale ds^T q, dv = p^T do in another: no atomics, the same bits each time
 
-The grid follows from shapes alone. A sequence of n tokens that starts at token b owns the tile numbers from b // BLOCK + s
-on, where s is its index: these are at least ceil(n / BLOCK) tiles, and (b + n) // BLOCK + s + 1 is the next sequence's first
-one. A program finds its sequence by bisection in cu_seqlens, and at most one tile per sequence is empty.
+The grid follows from shapes alone. Sequence s, which has n tokens and starts at token b, owns the tile numbers from b // BLOCK +
+s up to the next sequence's first tile, (b + n) // BLOCK + s + 1. These are at least ceil(n / BLOCK) tiles, of which at most one
+is empty. A program finds its sequence by bisection in cu_seqlens.
 
 Exponents are to base 2 (scale2 = scale * log2 e), as in hardware. Dots read tiles in their own dtype; all other arithmetic is
 float32.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of_tile(cu_seqlens, tile, num_sequences, BLOCK: tl.constexpr):
-    """Return the sequence that owns this tile: the last one whose first tile is not after it."""
+    """Return the sequence that owns this tile: the last sequence whose first tile number is at most this one."""
     low = tl.zeros((), tl.int32)
     high = low + num_sequences - 1
     while low < high:
@@ -32,7 +32,7 @@ def sequence_of_tile(cu_seqlens, tile, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def bounds_of(cu_seqlens, sequence):
-    """Return (first token int64, number of tokens int32) of a sequence."""
+    """Return the first token (int64) and the number of tokens (int32) of a sequence."""
     begin = tl.load(cu_seqlens + sequence).to(tl.int64)
     return begin, (tl.load(cu_seqlens + sequence + 1).to(tl.int64) - begin).to(tl.int32)
 
@@ -57,7 +57,7 @@ def forward_over_keys(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add keys first .. end of the sequence to the running sums; last_visible [M] is the last key that each query sees."""
+    """Add the sequence's keys from `first` to `end` to the running sums; last_visible [M]: last key that each query sees."""
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, HEAD_SIZE)
     for start in range(first, end, BLOCK_N):
@@ -108,13 +108,13 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Compute one tile of queries of one head: out [T, N, D], lse [N, T] float32 to base 2."""
-    head = (tl.program_id(0) % num_heads).to(tl.int64)  # neighbours share keys and values
+    """Compute out [T, N, D] and the log-sum-exp lse [N, T] (float32, base 2) for one tile of queries of one head."""
+    head = (tl.program_id(0) % num_heads).to(tl.int64)  # programs with neighbouring ids share keys and values
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
     begin_q, num_queries = bounds_of(cu_seqlens_q, sequence)
     begin_k, num_keys = bounds_of(cu_seqlens_k, sequence)
-    # The last tile first: under a causal mask it has the most keys.
+    # Start with the last tile: under a causal mask it has the most keys.
     number = tl.cdiv(num_queries, BLOCK_M) - 1 - (tile - sequence - (begin_q // BLOCK_M).to(tl.int32))
     if number < 0:
         return
@@ -303,7 +303,7 @@ def attention_key_gradients(
         head = key_head * GROUP + member
         for start in range(first_query, num_queries, BLOCK_M):
             queries = start + rows
-            # Queries past the end load as 0 with lse = delta = 0, so they add 0 to both sums.
+            # Queries past the end are loaded as 0 with lse = delta = 0, so they add 0 to both gradients.
             is_query = queries < num_queries
             at_q = begin_q + start
             q_at = q + head * stride_q_head + at_q * stride_q + rows[:, None] * stride_q + dims[None, :]
@@ -313,7 +313,7 @@ def attention_key_gradients(
             grad_tile = tl.load(grad_at + dims[None, :], mask=is_query[:, None], other=0.0)
             row_lse = tl.load(lse + statistic, mask=is_query, other=0.0)
             row_delta = tl.load(delta + statistic, mask=is_query, other=0.0)
-            # Transposed, [keys, queries]: p and ds are then the left side of their dots.
+            # Scores are transposed, [keys, queries], so that p and ds are the left operands of their products.
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
             p = tl.exp2(scores - row_lse[None, :])
             if IS_CAUSAL:

@@ -1,4 +1,4 @@
-"""Advantages: rewards of samples, relative to those of samples that they are compared with."""
+"""Advantages: rewards of samples relative to the rewards of a set of comparable samples."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
 from marsrl.kernels.group_advantage.reference import group_advantage_reference, less_mean_of_others
 
-# normalise -> (set of the mean, set of the standard deviation)
+# normalise -> (set over which the mean is taken, set over which the standard deviation is taken)
 _SETS = {
     "group": ("group", "group"),
     "agent": ("agent", "agent"),
@@ -38,15 +38,15 @@ def group_advantage(
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
         instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
-        session_of: [S] int in [0, S): the session of each sample. A session's samples must be in the same sets; each of its n
-            rewards has the weight 1/n. None: every sample counts by itself.
-        normalise: "group": mean and std over the group. "agent" (Dr. MAS): over all samples of an agent in an instance.
-            "global": over the instance. "agent_mean", "agent_std": only the mean, or only the std, over the agent's
-            samples, the other over the instance.
-        std: "biased" (1/n) or "unbiased" (1/(n-1)); "none": A = R - mean of the set's other rewards, not divided (RLOO,
-            arXiv:2402.14740). With "none", "agent_mean" is the same as "agent", and "agent_std" as "global".
-        singleton: how a set with one reward (of a sample or a session) is treated: "zero" = advantage 0; "raw" = mean 0 and std
-            1, so the advantage is about the reward.
+        session_of: [S] int in [0, S): the session of each sample. A session's samples must be in the same sets, and each of a
+            session's n rewards has the weight 1/n. None: every sample counts by itself.
+        normalise: "group": take mean and std over the group. "agent" (Dr. MAS): over all samples of the agent in the instance.
+            "global": over the whole instance. "agent_mean": the mean over the agent's samples, the std over the instance.
+            "agent_std": the reverse.
+        std: "biased" (1/n) or "unbiased" (1/(n-1)); "none": A = R - mean of the set's other rewards, without division (RLOO,
+            arXiv:2402.14740). Then "agent_mean" equals "agent", and "agent_std" equals "global".
+        singleton: treatment of a set with the reward of only one sample or session. "zero": the advantage is 0. "raw": mean 0 and
+            std 1, so that the advantage is nearly the reward.
 
     Returns:
         [S] in the dtype of rewards. A set whose rewards are all equal gets exactly 0.
@@ -82,8 +82,10 @@ def group_advantage(
 
 
 def _session_means(rewards: Tensor, session_of: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [S] like rewards, each session's mean reward at its first sample and NaN elsewhere, and [S] float64, the weight
-    1/n of each of a session's n rewards, 0 where a reward is missing.
+    """Return (means, weights), both [S].
+
+    means, in the dtype of rewards: a session's mean reward at the session's first sample, NaN at its other samples. weights,
+    float64: 1/n for each of a session's n rewards, 0 where a reward is missing.
     """
     places = (~rewards.isnan()).nonzero().squeeze(1)
     sessions, wide = session_of[places], rewards.double()

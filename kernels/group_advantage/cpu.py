@@ -1,4 +1,4 @@
-"""Group advantages through csrc/cpu/segments.cpp: the sums of the reference, in the same order."""
+"""Group advantages through csrc/cpu/segments.cpp, which adds in the same order as the reference."""
 
 import torch
 from torch import Tensor

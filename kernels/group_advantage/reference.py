@@ -1,4 +1,4 @@
-"""Group advantages in plain PyTorch: index_add over sets of samples; no loop, no host synchronisation."""
+"""Reference definition of group advantages: index_add over sets of samples, without a loop or host synchronisation."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Statistics of the set that each sample is compared with, all [S]; missing values are left out."""
+    """Statistics of the set that each sample is compared with, without missing values. All fields are [S]."""
 
     count: Tensor
     mean: Tensor
-    is_single: Tensor  # fewer than two values: no sibling to compare with
-    is_flat: Tensor  # two or more values, all equal
+    is_single: Tensor  # True if the set has fewer than two values, so nothing to compare with
+    is_flat: Tensor  # True if the set has two or more values, all equal
 
 
 def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
-    """Compute the mean of each sample's set; values [S] float64, NaN where missing; set_of [S] int64 in [0, S)."""
+    """Compute the statistics of each sample's set. values: [S] float64, NaN = missing. set_of: [S] int64 in [0, S)."""
     is_present = ~values.isnan()
     count = _total(is_present.double(), set_of)
     mean = _total(torch.where(is_present, values, 0.0), set_of) / count.clamp(min=1)
@@ -30,9 +30,9 @@ def _total(terms: Tensor, set_of: Tensor) -> Tensor:
 
 
 def _are_equal(values: Tensor, set_of: Tensor) -> Tensor:
-    """Return [S] bool: the values of the sample's set are equal.
+    """Return [S] bool, True if all values of the sample's set are equal.
 
-    The extremes are compared, not a standard deviation with 0: the mean of eight times 0.1 is not exactly 0.1.
+    This compares the extremes. The standard deviation would not do: the mean of eight times 0.1 is not exactly 0.1.
     """
 
     def extreme(fill: float, reduce: str) -> Tensor:
@@ -54,8 +54,8 @@ def group_advantage_reference(
 ) -> Tensor:
     """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
 
-    compared: [S] like rewards, the values over which means are taken; NaN values are left out.
-    weights: [S] float64, weight of each reward in a variance. They sum to the number of compared values in each set.
+    compared: [S] in the dtype of rewards, the values over which means are taken; NaN values are left out.
+    weights: [S] float64, weight of each reward in the variance; they sum to a set's number of compared values.
     """
     values, known = compared.double(), rewards.double()
     of_mean = set_statistics(values, mean_set_of)
@@ -77,7 +77,7 @@ def less_mean_of_others(
 ) -> Tensor:
     """Compute A = R - mean of the values of the set's other sessions, [S] in the dtype of rewards.
 
-    compared: [S] like rewards, one value per session; NaN elsewhere.
+    compared: [S] in the dtype of rewards, one value per session and NaN elsewhere.
     """
     is_compared = ~compared.isnan()
     values = compared.double()

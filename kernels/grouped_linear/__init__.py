@@ -1,4 +1,4 @@
-"""Linear layers of experts, each on its own rows."""
+"""Linear layers of experts: each expert's weight multiplies the rows that are routed to the expert."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Linear layer per group of rows, as a loop of GEMMs that write into one output."""
+"""Grouped linear layers on the CPU: a loop of GEMMs, one per expert, that write into one output."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from marsrl.kernels.main_grad import MainGrad
 class CpuGroupedLinear:
     """Kernels of grouped_linear; an expert without rows costs nothing and gets gradient 0.
 
-    Each product is rounded to the dtype of x before it is added to main_grad, as autograd would add it.
+    Like autograd, it rounds each weight gradient to the dtype of x before adding it to main_grad.
     """
 
     def forward(
@@ -47,7 +47,7 @@ class CpuGroupedLinear:
 
 
 def _spans(tokens_per_expert: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield (expert, its rows) for each expert that has rows."""
+    """Yield (expert, slice of the expert's rows) for each expert that has rows."""
     end = 0
     for expert, count in enumerate(tokens_per_expert.tolist()):
         end += count

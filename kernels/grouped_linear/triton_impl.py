@@ -1,4 +1,4 @@
-"""Grouped linear layers on a GPU by our Triton kernels: launches and tile sizes. Nothing waits for the device."""
+"""Grouped linear layers on a GPU by our Triton kernels: launches and tile sizes. The host never waits for the device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from marsrl.kernels.triton_machine import on_device_of
 
 
 def plan_tiles(dtype: torch.dtype) -> dict[str, int]:
-    """Return launch options: a tile of the result is BLOCK_M by BLOCK_N; BLOCK_K is the depth of a step."""
+    """Return launch options: a tile of the result is BLOCK_M by BLOCK_N, summed over BLOCK_K terms per step."""
     m, n, k, num_warps, num_stages = (32, 32, 32, 4, 1) if dtype == torch.float32 else (128, 128, 64, 8, 3)
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
-    """Return [T, out] from x [T, in] and matrices [E, out, in] of any strides."""
+    """Multiply the rows of x [T, in] by their expert's matrix, of matrices [E, out, in] with any strides; returns [T, out]."""
     num_experts, num_out, num_in = matrices.shape
     out = torch.empty(x.shape[0], num_out, dtype=x.dtype, device=x.device)
     num_programs = (x.shape[0] // tiles["BLOCK_M"] + num_experts) * -(-num_out // tiles["BLOCK_N"])

@@ -1,7 +1,7 @@
-"""Grouped GEMMs as Triton kernels: each expert's rows times its own matrix; only the device knows the counts.
+"""Grouped GEMMs as Triton kernels: each expert's matrix times the expert's rows, whose number only the device knows.
 
-As in attention_varlen, the grid follows from shapes: expert e, whose rows begin at ends[e-1], owns the row tiles from
-begin // BLOCK + e on, and a program finds its expert by bisection. Sums are float32, in one order, without atomics.
+As in attention_varlen, the grid follows from shapes. Expert e, whose rows begin at ends[e-1], owns the row tiles from ends[e-1]
+// BLOCK + e on, and a program finds its expert by bisection. Sums are float32, in a fixed order, without atomics.
 """
 # mypy: disallow-untyped-defs=False
 
@@ -13,7 +13,7 @@ from marsrl.kernels.attention_varlen.triton_kernels import sequence_of_tile
 
 @triton.jit
 def rows_of(ends, expert):
-    """Return an expert's (first row, row after the last), int64."""
+    """Return an expert's first row and the row after its last, both int64."""
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     return begin, tl.load(ends + expert).to(tl.int64)
 
@@ -35,9 +35,9 @@ def rows_times_matrices(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out [T, num_out] = x [T, num_in] @ matrix_e.T; strides of matrix_e [num_out, num_in] may transpose weights."""
+    """Compute out [T, num_out] = x [T, num_in] @ matrix_e.T per expert e; matrix_e [num_out, num_in] may be a transposed view."""
     num_column_tiles = tl.cdiv(num_out, BLOCK_N)
-    column = tl.program_id(0) % num_column_tiles  # neighbours share rows
+    column = tl.program_id(0) % num_column_tiles  # programs with neighbouring ids share rows
     tile = tl.program_id(0) // num_column_tiles
     expert = sequence_of_tile(ends - 1, tile, num_experts, BLOCK_M)  # the boundary before expert 0 is never read
     begin, end = rows_of(ends, expert)
@@ -79,7 +79,7 @@ def matrix_gradients(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows.
+    """Compute out [E, num_out, num_in] = grad_out.T @ x over each expert's rows; 0 for an expert without rows.
 
     stride_expert: distance of two experts' matrices in out, each of which is contiguous.
 
@@ -105,7 +105,8 @@ def matrix_gradients(
         total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision="ieee")
     out_rows = out + expert.to(tl.int64) * stride_expert + outs.to(tl.int64)[:, None] * num_in
     if ADDS:
-        # Two halves: a whole tile in registers beside the sums would leave room for one program per multiprocessor on Hopper.
+        # Write the tile in two halves. A whole tile in registers, besides the sums, would leave room for only one program per
+        # multiprocessor on Hopper.
         HALF: tl.constexpr = BLOCK_N // 2
         halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):

@@ -1,1 +1,1 @@
-"""Shared parts of the output head's ops: GEMMs, chunks, tiles, shards, the objective."""
+"""Shared parts of the ops that fuse the output head (the vocabulary projection) with a loss or log-probs."""

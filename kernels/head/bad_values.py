@@ -16,10 +16,10 @@ _NONE = torch.iinfo(torch.int64).max
 
 @dataclass
 class _Flag:
-    """Earliest bad value of an op.
+    """Earliest bad target or temperature of an op.
 
-    first: [1] int64 on the device, token * 2^32 + (number + 2^31); _NONE: no bad value. The number is the target, or the
-    temperature's float32 bits.
+    first: [1] int64 on the device, encoded as token * 2^32 + (number + 2^31), where number is the target or the temperature's
+    float32 bits. _NONE: no bad value.
     """
 
     first: Tensor
@@ -34,8 +34,8 @@ def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -
 
     A target must be in the vocabulary, and a temperature a positive, finite number.
 
-    On a device nothing is read: a bad value sets the flag, which raise_bad_values reads later, and the token's log-prob becomes
-    NaN. For that, bad temperatures are replaced by NaN in `head` and in the returned temperature.
+    On a device no value is read by the host. A bad value sets the flag, which raise_bad_values reads later, and makes the token's
+    log-prob NaN. For this, bad temperatures are replaced by NaN in `head` and in the returned temperature.
     """
     is_bad = (head.targets < 0) | (head.targets >= head.vocab_size)
     expected = f"0..{head.vocab_size - 1}; mask the tokens that have no target"
@@ -63,12 +63,12 @@ def _check(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) ->
 
 
 def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: str) -> None:
-    """Queue the update of the op's flag without synchronisation."""
+    """Queue the update of the op's flag to its earliest bad value, without synchronisation."""
     if values.numel() == 0:
         return
     key = (op, name, values.device)
     if key not in _FLAGS:
-        with torch.inference_mode(False):  # the flag is written outside of inference mode too
+        with torch.inference_mode(False):  # a later call outside of inference mode must be able to write the flag
             _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=values.device), expected)
     flag = _FLAGS[key]
     flag.expected = expected
@@ -80,7 +80,7 @@ def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: st
 
 
 def raise_bad_values() -> None:
-    """Raise ValueError if a call on a device had a bad target or temperature since the last check.
+    """Raise ValueError if any call on a device since the last check had a bad target or temperature.
 
     A target must be in the vocabulary, and a temperature a positive, finite number.
 

@@ -1,15 +1,16 @@
-"""A head in chunks of rows: statistics, and gradients that are buffered for efficient backward GEMMs.
+"""A head in chunks of rows: softmax statistics, and gradients that are buffered so that the backward GEMMs are large.
 
     for chunk, product in chunks:
         chunks.statistics(product, chunk, statistics)
-        terms.evaluate(chunk)                                  # the objective, between them
+        terms.evaluate(chunk)                                  # the objective
         chunks.add_gradients(product, chunk, slopes)
     gradients = chunks.finish()
 
-On the CPU (HostChunks) a chunk's gradients overwrite its logits, and the next logits follow the buffered rows; bfloat16
-models use tiles instead (tiles.py). On a device (DeviceChunks) there are two buffers, and the number of a chunk's gradients
-is read after the next chunk is queued, so that the device never idles. A vocabulary shard on a device has two buffers of
-logits: the logits of a chunk are computed while the ranks exchange the previous chunk's statistics (ShardChunks).
+dz below is the gradient of the loss with respect to the logits. On the CPU (HostChunks) a chunk's rows of dz overwrite its
+logits, and the next chunk's logits are written after them; bfloat16 models use tiles instead (tiles.py). On a device
+(DeviceChunks) logits and dz have separate buffers. The host reads a chunk's number of rows of dz only after queueing the next
+chunk, so that the device never idles. A vocabulary shard on a device (ShardChunks) has two buffers of logits, because it computes
+a chunk's logits while the ranks exchange the previous chunk's statistics.
 """
 
 from collections import deque
@@ -29,16 +30,16 @@ from marsrl.kernels.head.tiles import gradients_by_tiles, host_kernels_of_tiles,
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
-# A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
-# rows. At V = 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save nothing.
-# At V = 151936, 70 MiB is less than a quarter of what plain PyTorch holds for 256 rows.
+# A GEMM reads the whole weight, or reads and writes its whole gradient. This takes the time of computing 12 to 20 rows. At V =
+# 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save nothing. At V = 151936, 70 MiB
+# is less than a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
 # At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients, 1.75 GB in total. There
-# are more rows of gradients because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of about
-# 1000 rows). With 4224 rows, dX has only full waves of tiles (whole_waves). Not measured yet.
+# are more rows of gradients because each weight-gradient GEMM reads and writes all of dW: 2.5 GB in float32, which takes the time
+# of about 1000 rows. With 4224 rows, dX has only full waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
-# Large chunks on a device are multiples of GEMM tiles; no grid axis is above 65535.
+# Large chunks on a device have a multiple of this many rows, which fills GEMM tiles.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
 TILE_COLUMNS = 256  # columns of a dX tile, as cuBLAS's tile for large products on Hopper is 128 by 256
@@ -47,7 +48,7 @@ COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """Buffer of rows of dz. The backward GEMMs read them when the next rows would not fit."""
+    """Buffer of rows of dz. When the next rows would not fit, the backward GEMMs read all buffered rows."""
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer
@@ -56,14 +57,14 @@ class WaitingGradients:
         self._late: LateCount | None = None
 
     def room(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return (dz, tokens): views after the buffered rows, with room for `count` more."""
+        """Return views (dz, tokens) of the memory after the buffered rows, with room for `count` more rows."""
         self._settle()
         if self._filled + count > self._buffer.shape[0]:
             self._flush(is_last=False)
         return self._buffer[self._filled :], self._tokens[self._filled :]
 
     def add(self, count: LateCount) -> None:
-        """Record that `count` rows have been, or will be, written to the room."""
+        """Record that `count` rows are, or will be, written to the memory that `room` returned."""
         self._late = count
 
     def finish(self) -> HeadGradients:
@@ -84,7 +85,7 @@ class WaitingGradients:
 
 
 class Chunks:
-    """Pass over the rows of hidden [T, H], chunk by chunk, as the module describes."""
+    """Pass over the rows of hidden [T, H], chunk by chunk; see the module's docstring."""
 
     waiting: WaitingGradients
 
@@ -93,18 +94,18 @@ class Chunks:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
-        """Yield each chunk with its product by the kernels. The next chunk overwrites the product."""
+        """Yield each chunk with the product of the kernels (its logits), which the next chunk overwrites."""
         raise NotImplementedError
 
     def statistics(self, product: Any, chunk: Rows, out: Statistics) -> None:
-        """Fill `out` at the rows of the chunk; sums over shards if there are several."""
+        """Fill `out` at the rows of the chunk, combined over vocabulary shards if there are several."""
         if self._head.is_sharded:
             self._send_statistics(product, chunk).put(out)
         else:
             self._kernels.statistics(product, chunk, self._head, out)
 
     def add_gradients(self, product: Any, chunk: Rows, slopes: Slopes) -> None:
-        """Replace the rows that have a coefficient by their gradients."""
+        """Compute dz of the chunk's active rows, those with a nonzero coefficient."""
         if self._gradients.wanted.any:
             dz, tokens = self.waiting.room(chunk.count)
             self.waiting.add(self._kernels.gradients(product, chunk, self._head, slopes, dz, tokens))
@@ -112,7 +113,7 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Compute statistics, terms.evaluate and gradients of a chunk, in one pass if the implementation has one."""
+        """Compute a chunk's statistics, objective and gradients, in a single pass if the implementation supports it."""
         if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
             to = self.waiting.room(chunk.count)
             self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
@@ -134,7 +135,7 @@ class Chunks:
 
 
 class HostChunks(Chunks):
-    """Chunks on the CPU: gradients overwrite logits in the buffer."""
+    """Chunks on the CPU, where dz overwrites the logits in the buffer."""
 
     def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
@@ -149,7 +150,7 @@ class HostChunks(Chunks):
 
 
 class DeviceChunks(Chunks):
-    """Chunks on a device; the host reads late how many rows of each have a coefficient."""
+    """Chunks on a device. The host reads a chunk's number of active rows after queueing the next chunk."""
 
     def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
@@ -174,7 +175,7 @@ class DeviceChunks(Chunks):
 
 
 class ShardChunks(DeviceChunks):
-    """Chunks of a vocabulary shard on a device; ranks exchange one chunk's statistics during the next chunk's logits."""
+    """Chunks of a vocabulary shard on a device; a chunk's statistics are exchanged while the next logits are computed."""
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         self._flights: deque[ShardStatistics] = deque()
@@ -216,27 +217,27 @@ def _padded(head: Head) -> int:
 
 
 def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
-    """Return a buffer [num_rows, V] whose rows are padded."""
+    """Return a buffer [num_rows, V] whose rows are padded to a multiple of COLUMN_MULTIPLE."""
     return torch.empty(num_rows, _padded(head), dtype=dtype, device=head.weight.device)[:, : head.width]
 
 
 def device_rows(row_bytes: int, num_bytes: int) -> int:
-    """Return the number of rows of this size in a chunk on a device."""
+    """Return the number of rows of a chunk on a device."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
 def rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
-    """Return the number of rows of dz that wait for the backward GEMMs on a device."""
+    """Return the number of rows of dz that a device buffers for the backward GEMMs."""
     tiles = device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
 
 def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
-    """Return the number of row tiles that leaves the fewest multiprocessors idle in the last wave of dX.
+    """Return the number of row tiles for which the dX GEMM leaves the fewest multiprocessors idle in its last wave.
 
-    The number is over half of at_most, and the largest of equally good ones. Example: 33 for 8 tiles of columns
-    (H = 2048) and 132 multiprocessors, which is 264 tiles in two waves.
+    The number is between at_most / 2 and at_most; the largest of equally good numbers is chosen. Example: 33 row tiles times 8
+    column tiles (H = 2048) are 264 tiles, exactly two waves on 132 multiprocessors.
     """
 
     def busy_share(row_tiles: int) -> float:
@@ -247,7 +248,7 @@ def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
 
 
 def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
-    """Compute statistics of these rows of hidden [T, H], 0 elsewhere: 2THV FLOPs."""
+    """Compute statistics of these rows of hidden [T, H], 0 at other tokens, in 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     chunks = _chunks(kernels, head, hidden, rows)
     for chunk, product in chunks:
@@ -264,7 +265,7 @@ def policy_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Compute statistics, terms.evaluate and gradients of these rows of hidden [T, H], with logits computed once."""
+    """Compute statistics, objective and gradients of these rows of hidden [T, H]; the logits are computed once."""
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
     of_tiles = host_kernels_of_tiles(kernels, head, hidden)
     if of_tiles is not None and wanted.any:
@@ -278,7 +279,7 @@ def policy_gradients(
 
 
 def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted) -> HeadGradients:
-    """Compute dX and dW from statistics, dL/dlogp and dL/dH, with recomputed logits: 6THV FLOPs for T active rows."""
+    """Compute dX and dW from statistics, dL/dlogp and dL/dH. The logits are recomputed, so T active rows take 6THV FLOPs."""
     is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
     if host_kernels_of_tiles(kernels, head, hidden) is not None:

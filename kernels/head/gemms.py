@@ -1,4 +1,4 @@
-"""The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; all results are float32."""
+"""The three GEMMs of a head: logits, gradient of the hidden states and gradient of the weight. Sums are float32."""
 
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -6,8 +6,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-# Number of rows of a narrower weight converted to float32 at a time: 1 MiB at H = 256, which is still in the CPU's
-# cache when the GEMM reads it.
+# Number of rows of a 16-bit weight that are converted to float32 at a time. At H = 256 they take 1 MiB, which is still in the
+# CPU's cache when the GEMM reads it.
 HOST_TILE_ROWS = 1024
 DEVICE_TILE_ROWS = 4096
 
@@ -16,18 +16,18 @@ DEVICE_TILE_ROWS = 4096
 def cpu_multiplies_bfloat16() -> bool:
     """Return True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX).
 
-    A GEMM then takes a half to a fifth of the time of float32. Otherwise oneDNN emulates them. False where torch cannot list
-    the instructions (2.11).
+    A bfloat16 GEMM then takes a half to a fifth of the time of a float32 one; without the instructions oneDNN emulates it.
+    Returns False if torch cannot list the instructions (2.11).
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def why_no_full_float32(is_cuda: bool) -> str | None:
-    """Return None if torch.mm multiplies float32 as float32 on this device, else the reason.
+    """Return None if torch.mm multiplies float32 in full precision on this device, else the reason.
 
-    The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global:
-    torch has no precision per call, and changing it for one call would affect every other thread.
+    TF32 (10 bits) changes a logit of 30 by 0.03, and bfloat16 (8 bits) by 0.1, which changes every probability ratio. torch has
+    only a global setting for this, and changing it for one call would affect other threads.
     """
     name = "cuda" if is_cuda else "mkldnn"
     precision = getattr(torch.backends, name).matmul.fp32_precision
@@ -37,12 +37,12 @@ def why_no_full_float32(is_cuda: bool) -> str | None:
 
 
 class HeadGemms:
-    """Products with one weight [V, H] for hidden states of one dtype.
+    """GEMMs of one weight [V, H] with hidden states of one dtype. dz is the gradient with respect to the logits.
 
-    On CUDA bfloat16 pairs are multiplied directly, with float32 accumulators and results. The CPU's bfloat16 GEMM rounds its
-    result, so it computes only final bfloat16 results (collects_dz): dX, and a dW that is a single product. All others are
-    float32: float16 gradients underflow, and mixed pairs have no GEMM. If the process lets float32 products round their
-    operands, calls are refused, except for bfloat16 pairs, which are unaffected.
+    On CUDA, bfloat16 hidden states and weight are multiplied directly, with float32 accumulators and results. The CPU's bfloat16
+    GEMM rounds its result, so it computes only final bfloat16 results (collects_dz): dX, and a dW that is a single product. All
+    other products have float32 operands, because float16 gradients underflow and torch has no GEMM of mixed dtypes. Calls that
+    need float32 products are refused if the process lets torch round their operands.
     """
 
     def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
@@ -54,11 +54,11 @@ class HeadGemms:
             raise RuntimeError(
                 f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
             )
-        # True if hidden_and_weight_gradient needs room for dz in bfloat16. If V is not a multiple of 32, torch 2.13's AMX product
-        # reads past the end of a row of dz, so a NaN in one row would reach dX of the previous row.
+        # True if hidden_and_weight_gradient needs memory (`room`) for dz in bfloat16. False if V is not a multiple of 32: torch
+        # 2.13's AMX product then reads past the end of a row of dz, so a NaN in one row would reach dX of the previous row.
         on_host = self._is_narrow and not weight.is_cuda
         self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
-        self._converted: slice | None = None  # the piece of the weight that is in _tile
+        self._converted: slice | None = None  # rows of the weight that _tile has in float32
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -67,7 +67,7 @@ class HeadGemms:
 
     @property
     def is_converted(self) -> bool:
-        """True if the weight is converted to float32 in pieces, once for both gradients."""
+        """True if pieces of the weight are converted to float32, in which case both gradients use one conversion."""
         return self.weight.dtype != torch.float32 and not self._multiplies_narrow
 
     @property
@@ -80,7 +80,7 @@ class HeadGemms:
         return torch.empty(min(self._tile_rows, rows), size, dtype=torch.float32, device=self.weight.device)
 
     def tiles(self) -> list[slice]:
-        """Pieces of the weight's rows that are multiplied one after the other."""
+        """Slices of the weight's rows that are multiplied one after the other."""
         rows, step = self.weight.shape[0], self._tile_rows
         if not self.is_converted:
             return [slice(0, rows)]
@@ -97,7 +97,7 @@ class HeadGemms:
         return converted
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, before the temperature; autocast ignores out=."""
+        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, without the temperature. Autocast does not affect out=."""
         if self._multiplies_narrow:
             torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
             return
@@ -110,7 +110,7 @@ class HeadGemms:
         torch.mm(hidden, self._weight(tile).t(), out=out)
 
     def hidden_gradient(self, dz: Tensor) -> Tensor:
-        """Return dz [n, V] @ weight, [n, H] float32."""
+        """Return dX = dz [n, V] @ weight, [n, H] float32."""
         gradient = torch.empty(dz.shape[0], self.weight.shape[1], dtype=torch.float32, device=dz.device)
         if self._multiplies_narrow:
             return torch.mm(dz, self.weight, out_dtype=torch.float32, out=gradient)
@@ -144,14 +144,15 @@ class HeadGemms:
         adds: bool,
         room: Tensor | None = None,
     ) -> None:
-        """Compute grad_hidden [n, H] = dz [n, V] @ weight, grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+        """Compute grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
-        Works in pieces of the vocabulary, each converted to float32 once. dz_of returns a piece's columns in float32, valid until
-        its next call. adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype,
-        and is rounded once from float32.
+        Works in pieces of the vocabulary, each converted to float32 once.
 
-        grad_hidden is float32 without room. With room [n, V] bfloat16, all pieces are collected there first, and grad_hidden
-        and a bfloat16 grad_weight are single products; grad_hidden is then bfloat16.
+        dz_of: returns the columns of dz of a piece in float32, valid until the next call of dz_of.
+        adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
+        once from float32.
+        room: [n, V] bfloat16, memory in which all pieces of dz are collected first; grad_hidden, then bfloat16, and a bfloat16
+        grad_weight are single products. None: grad_hidden is float32.
         """
         narrow_hidden, hidden = hidden, hidden.float()
         in_one = room is not None and grad_weight is not None and grad_weight.dtype == room.dtype
@@ -170,7 +171,7 @@ class HeadGemms:
                 of_tile.addmm_(piece.t(), hidden)
             elif grad_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
-            else:  # reuses the memory of the converted piece of the weight
+            else:  # the product reuses the memory of the converted piece of the weight
                 self._converted = None
                 of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))
         if room is not None and grad_hidden is not None:

@@ -13,7 +13,7 @@ from marsrl.kernels.head.vocabulary import Head
 
 @dataclass(frozen=True)
 class Wanted:
-    """The gradients of a head to compute. weight_dtype: the final dtype of dW, which may be returned as float32."""
+    """Choice of the gradients to compute. weight_dtype: final dtype of dW, to which the caller rounds a float32 dW."""
 
     hidden: bool = False
     weight: bool = False
@@ -28,10 +28,10 @@ NOTHING = Wanted()
 
 
 class HeadGradients:
-    """Accumulates dX [T, H] and dW [V, H] of a head over chunks; None if not wanted.
+    """Accumulator of a head's gradients dX [T, H] and dW [V, H] over chunks of rows; a gradient not wanted is None.
 
-    grad_weight is also None if no row had a coefficient. It is float32, or wanted.weight_dtype if a single product on the CPU
-    computes it, which needs no separate float32 sum.
+    grad_weight is also None if no row was active. It is float32, or wanted.weight_dtype if a single product on the CPU computes
+    all of it.
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
@@ -45,13 +45,13 @@ class HeadGradients:
 
     @property
     def grad_hidden(self) -> Tensor | None:
-        """Return [T, H] in the dtype of hidden; rows in no chunk have gradient 0."""
+        """Return dX [T, H] in the dtype of hidden; rows that were never added have gradient 0."""
         if self._grad_hidden is None and self.wanted.hidden:
             self._grad_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._grad_hidden
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
-        """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
+        """Add the gradients from dz [n, V] of the tokens [n] int64, ascending. is_last: no more rows will be added."""
         if tokens.numel() == 0:
             return
         if self._in_pieces:
@@ -66,9 +66,9 @@ class HeadGradients:
     def add_pieces(
         self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
     ) -> None:
-        """Add, as `add` does, gradients that dz_of returns in the pieces of gemms.tiles(), for all these tokens.
+        """Add gradients of all these tokens like `add`, with dz in pieces of the vocabulary, gemms.tiles(), from dz_of.
 
-        room [>= n, V] bfloat16, if gemms.collects_dz: its contents are overwritten piece by piece as dz_of is called.
+        room: [>= n, V] bfloat16, memory for dz, required if gemms.collects_dz; each call of dz_of overwrites a piece.
         """
         rows = _contiguous_or_listed(tokens)
         grad_hidden, adds = None, self.grad_weight is not None
@@ -85,7 +85,7 @@ class HeadGradients:
             self.put(rows, grad_hidden)
 
     def put(self, rows: Rows, gradient: Tensor) -> None:
-        """Set the rows of grad_hidden to the gradient [R, H], in any dtype."""
+        """Set these rows of grad_hidden to the gradient [R, H], which may have any dtype."""
         if rows.count == self.hidden.shape[0]:  # a small vocabulary takes all rows at once
             self._grad_hidden = gradient.to(self.hidden.dtype)
             return
@@ -94,7 +94,7 @@ class HeadGradients:
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
-    """Return the tokens as Rows: a range if contiguous, which only the CPU can tell without synchronisation."""
+    """Return the tokens as Rows: as a range if contiguous, which only the CPU can check without synchronisation."""
     if tokens.device.type == "cpu":
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == tokens.numel():

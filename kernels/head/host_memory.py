@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Buffer size of a head on the CPU: num_bytes if num_rows rows fit, else up to max_bytes."""
+    """Buffer size of a head on the CPU: num_bytes if that holds num_rows rows, else enough for them, up to max_bytes."""
 
     num_bytes: int
     num_rows: int
@@ -26,20 +26,20 @@ _kept = threading.local()
 
 
 def host_buffer(num_floats: int) -> Tensor:
-    """Return [num_floats] float32, the same memory in every call by this thread.
+    """Return a buffer [num_floats] float32, which is the same memory in every call by this thread.
 
-    Fresh memory costs a page fault every 4 KiB: for 78 MiB the time of some 20 rows of logits at V = 151936. A head is finished
-    before its op returns, so a thread never uses the buffer twice at once.
+    Fresh memory would cost a page fault every 4 KiB; for 78 MiB this takes the time of 20 rows of logits at V = 151936. An op is
+    done with the buffer when it returns, so a thread never needs two buffers at once.
     """
     buffer: Tensor | None = getattr(_kept, "buffer", None)
     if buffer is None or buffer.numel() < num_floats:
-        buffer = _kept.buffer = None  # freed before the larger one is allocated
-        with torch.inference_mode(False):  # a learner may later write where an evaluation wrote
+        buffer = _kept.buffer = None  # frees the old buffer before the larger one is allocated
+        with torch.inference_mode(False):  # a learner may later write to a buffer that an evaluation allocated
             buffer = _kept.buffer = torch.empty(num_floats, dtype=torch.float32, device="cpu")
     return buffer[:num_floats]
 
 
 def host_chunks(count: int, capacity: int) -> list[int]:
-    """Return sizes of equal chunks of at most `capacity` rows: a short last chunk would read the whole weight for few rows."""
+    """Return sizes of equal chunks of at most `capacity` rows; a short last chunk would read the whole weight for few rows."""
     number = ceil(count / capacity)
     return [count * (i + 1) // number - count * i // number for i in range(number)]

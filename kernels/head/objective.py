@@ -1,4 +1,4 @@
-"""The policy objective: options, inputs and results of a loss."""
+"""The policy objective: its options, its inputs, and the results of a loss."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -7,50 +7,51 @@ from torch import Tensor
 
 # Sums per agent, in the order in which the kernels write them.
 METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy", "kl", "tokens")
-# Log-ratios are clamped to +-20 nats before they are exponentiated, so that an infinite ratio times an advantage of 0 makes
-# no NaN; e^20 = 4.9e8. verl clamps the ratio, k3 and the rollout correction alike (compute_policy_loss, kl_penalty,
-# SAFETY_BOUND).
+# Log-ratios are clamped to +-20 nats before they are exponentiated (e^20 = 4.9e8), so that an infinite ratio times an advantage
+# of 0 does not become NaN. verl clamps the same quantities: the ratio, k3 and the rollout correction (compute_policy_loss,
+# kl_penalty, SAFETY_BOUND).
 LOG_RATIO_BOUND = 20.0
 NUM_OPTIONS = 8  # length of PolicyObjective.options
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Options of the token loss; the defaults are GRPO/DAPO's clipped surrogate with DMMPT.
+    """Options of the token loss. The defaults are GRPO/DAPO's clipped surrogate with DMMPT (masking of well-mastered tokens).
 
-    A trained token adds, times its sequence's weight and divided by the normaliser,
+    Each trained token adds the following to the loss, times its sequence's weight and divided by the normaliser:
 
         -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  +  kl_coef KL  -  entropy_coef H
 
     (arXiv:1707.06347, eq. 7; arXiv:2503.14476, eq. 8 for the two clip ends.)
 
     Fields:
-        dual_clip: for A < 0 the surrogate is at least dual_clip * A (arXiv:1912.09729, eq. 5); above 1, None: off.
+        dual_clip: lower bound dual_clip * A of the surrogate for A < 0 (arXiv:1912.09729, eq. 5). A number above 1; None: off.
         ratio: "token", or "sequence" = geometric mean of the sequence's token ratios; the gradient reaches each token
             through its own log-prob (GSPO-token, arXiv:2507.18071, eq. 14).
         kind: "clip", or "cispo" = clip(r) held constant, times A log p (arXiv:2506.13585, eq. 4).
-        correction: for the mismatch d = exp(trainer's log-prob - rollout_logprobs). The trainer's log-prob is old_logprobs,
-            or the current one if that is None. "tis": w = min(d, correction_high), a constant.
-            "icepop": tokens with d outside [correction_low, correction_high] are masked. "sequence_mask": samples
-            whose geometric mean of d is outside are masked.
-        kl: estimate of KL(policy || reference) by x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2,
-            k3 = exp(-x) + x - 1, times the token's importance i = p / p_rollout (without rollout_logprobs
-            p / p_old; without both, i = 1). The gradient is i x for all three: the gradient of KL(policy || reference) by
-            the score function, which i k3 has if i is differentiated (arXiv:2512.02556), and i k2 if i is constant.
-            With "tis", i is at most correction_high.
-        mpt_probability: in samples whose gate is set, tokens with p >= this are masked (arXiv:2507.19766); None: off.
+        correction: treatment of the mismatch d = exp(trainer's log-prob - rollout_logprobs). The trainer's log-prob is
+            old_logprobs, or the current one if that is None. "tis": w = min(d, correction_high), a constant. "icepop": tokens
+            with d outside [correction_low, correction_high] are masked. "sequence_mask": samples whose geometric mean of d is
+            outside are masked.
+        kl: estimator of KL(policy || reference) from x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1.
+            Its value is multiplied by the token's importance i = p / p_rollout, which is p / p_old without rollout_logprobs and 1
+            without both. With "tis", i is at most correction_high. The gradient with respect to log p is i x for all three, the
+            score-function gradient of KL(policy || reference). Differentiating i k3 with i gives this gradient
+            (arXiv:2512.02556), and so does i k2 with i held constant.
+        mpt_probability: probability p from which tokens are masked in samples whose gate is set (arXiv:2507.19766); None: off.
 
-    A masked token loses every term and stays in the normaliser.
+    A masked token adds nothing to the loss, but still counts in the normaliser.
 
-    Clamping: the log of r, of d and of i, and the x of k3's value, are clamped to +-LOG_RATIO_BOUND. Beyond it, as through
-    torch.clamp, no gradient passes through r. The gradients of "cispo", where r is a constant, and of the KL term are unchanged.
+    Clamping: the logarithms of r, d and i, and the x in k3's value, are clamped to +-LOG_RATIO_BOUND. Beyond the bound no
+    gradient passes through r, as in torch.clamp. This does not affect the gradients of the KL term and of "cispo", where r is a
+    constant.
 
-    Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
-    token's coefficient too. A token reads its log-prob, advantage, weight and, if given, old log-prob, its rollout_logprobs with
-    a correction or a KL term, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside
-    the mask, dropped, or masked by the gate or a correction are not read: they add 0 to loss and gradient. Only finite numbers
-    mask a token: a d that is not finite is never out of bounds, a log-prob that is not finite is not above mpt_probability. The
-    means over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
+    NaN and infinity: if a trained token reads NaN or infinity, the loss and the token's coefficient are not finite. A token reads
+    its log-prob, advantage, weight and, if given, old log-prob; rollout_logprobs with a correction or a KL term;
+    reference_logprobs with a KL term; its entropy with an entropy bonus. Tokens that are outside the mask, dropped, or masked by
+    the gate or a correction add 0 to loss and gradient, whatever their values. Only finite numbers mask a token: a d that is not
+    finite counts as inside the bounds, and a log-prob that is not finite as below mpt_probability. The means over a sequence
+    (ratio "sequence", "sequence_mask") read all of the sequence's tokens in the mask.
     """
 
     clip_low: float = 0.2
@@ -68,7 +69,7 @@ class PolicyObjective:
 
     @property
     def options(self) -> tuple[float, ...]:
-        """Options as numbers, in the order of struct Objective (csrc/include/policy_objective.h)."""
+        """The options as numbers, in the order of struct Objective in csrc/include/policy_objective.h."""
         return (
             *(self.clip_low, self.clip_high, self.dual_clip or 0.0),
             *(self.correction_low, self.correction_high, self.kl_coef, self.entropy_coef),
@@ -103,16 +104,17 @@ class LossInputs:
     Fields:
         cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
         normaliser: number or one-element tensor; the loss is divided by it, once.
-        advantages | token_advantages: [S] or [T] float, exactly one.
-        mask: [T] bool, True = the token is trained; None = all. Nothing is read where it is False.
+        advantages, token_advantages: [S] or [T] float; exactly one of the two is given.
+        mask: [T] bool, True = the token is trained; None = all are. Other inputs are not read where it is False.
         agent_of: [S] int in [0, num_agents); None = one agent.
         gate: [S] bool from mpt_gate; None = no well-mastered token is masked.
-        old_logprobs: [T] float, nats, of the policy before the update; None = pseudo on-policy: ratio 1, gradient of
-            A log p.
-        rollout_logprobs: [T] float, nats, of the policy that drew the token; needed by correction, and weights kl.
-        reference_logprobs: [T] float; needed by kl.
-        weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
-        dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
+        old_logprobs: [T] float, nats, log-probs of the policy before the update. None = pseudo on-policy: the ratio is 1 and the
+            gradient that of A log p.
+        rollout_logprobs: [T] float, nats, log-probs of the policy that drew the tokens; required by `correction`, and used in the
+            importance of `kl`.
+        reference_logprobs: [T] float, nats, log-probs of the reference policy; required by `kl`.
+        weights: [S] float, factor on every term of a sequence's tokens, including KL and entropy bonus; None = 1.
+        dropped: [T] bool, tokens that are masked in any case, in addition to gate and correction; None = none.
     """
 
     objective: PolicyObjective
@@ -133,14 +135,13 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """LossInputs, checked, with one element per packed token.
+    """Checked LossInputs, expanded to one element per packed token.
 
-    advantages [T]; weights [T], None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int; sequence_of, agent_of
-    [T] int64; gate [T] bool; dropped [T] bool; old_logprobs, rollout_logprobs, reference_logprobs [T], nats: any float
-    for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: means over the sequence,
-    which replace logprobs - old_logprobs and the log of the token's d. normaliser: number, or one element on the device.
-    None: not given, or not needed.
-    Values of masked tokens are never read, and may be anything, NaN included.
+    Fields have the meaning of LossInputs, are [T] except for cu_seqlens [S+1] and normaliser (a number, or one element on the
+    device), and are None if not given or not needed. Floats have any dtype for the reference, and are float32 and contiguous for
+    row kernels. sequence_of: [T] int64, the sequence of each token. log_ratio, log_drift: [T] float32, means over the token's
+    sequence, which replace logprobs - old_logprobs and the log of d. Values of masked tokens are never read, and may be anything,
+    NaN included.
     """
 
     objective: PolicyObjective
@@ -165,13 +166,14 @@ class PolicyTokens:
 class PolicyLoss:
     """Result of linear_policy_loss and policy_loss.
 
-    loss: [] float32, the weighted sum over this rank's tokens / normaliser, to be minimised; the one field with a gradient.
+    loss: [] float32, the weighted sum over this rank's tokens divided by the normaliser, to be minimised. Only this field has a
+    gradient.
     logprobs, entropy: [T] float32, nats; 0 where the mask is off.
     coefficient: [T] float32, dloss/dlogprobs; 0 where the mask is off.
-    agent_sums: {metric: [A] float32} per agent. "loss" adds up to the loss; "clipped_tokens", "masked_tokens" (by the
-        gate, a correction, or dropped; they lost every term), "clamped_tokens" (not masked, with a log of r, of d or of i, or an
-        x of k3 beyond LOG_RATIO_BOUND) and "tokens" are counts; "entropy" and "kl" (times i) are sums in nats over all tokens
-        of the mask.
+    agent_sums: {metric: [A] float32}, sums over each agent's tokens. "loss" adds up to `loss` over the agents. "tokens",
+        "clipped_tokens", "masked_tokens" (by the gate or a correction, or dropped) and "clamped_tokens" are counts. A clamped
+        token is not masked, and has a value beyond LOG_RATIO_BOUND (PolicyObjective, Clamping). "entropy" and "kl" (times the
+        importance) are sums in nats over all tokens in the mask.
     """
 
     loss: Tensor

@@ -1,4 +1,4 @@
-"""Statistics of a vocabulary, combined from four numbers of each part: shards of several ranks, or tiles of one."""
+"""Statistics of a vocabulary in parts (shards of several ranks, or tiles of one rank), combined from four numbers per part."""
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,11 @@ from marsrl.kernels.head.vocabulary import Head
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Combine parts [W, 4, R] float64 into [4, R] of the whole vocabulary, both in the form of RowKernels.partials.
 
-    Parts are added in their order, so all ranks get the same bits.
+    Parts are added in the order of W, so that all ranks get the same bits.
     """
     maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
     maximum = maxima.amax(0)
-    # Sums are relative to a part's own maximum: shift rescales them, and -1e4 stands for an empty part.
+    # A part's sums are relative to its own maximum, and are rescaled by e^shift. An empty part has the shift -1e4.
     origin = torch.where(maximum == -torch.inf, 0.0, maximum)
     shift = ((maxima - origin) * inverse_temperature).clamp_(min=-1e4)
     scale = shift.exp()
@@ -26,13 +26,13 @@ def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
 
 
 def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: Statistics) -> None:
-    """Fill `out` at the rows from `combined` parts [4, R] of the whole vocabulary."""
+    """Fill `out` at the rows from the result of `combined`, [4, R]."""
     maximum, total, weighted, target_logit = whole
     log_sum = total.log()
-    # Use float32 as the row kernels do, so that a vocabulary in parts gives the log-prob of a whole one.
+    # Use float32 as the row kernels do, so that a vocabulary in parts gives the same log-prob as a whole vocabulary.
     centred = (target_logit - maximum).float() * head.inverse_temperature_at(rows)
     logprobs = centred - log_sum
-    if not is_host:  # no part owns a bad target
+    if not is_host:  # a target outside the vocabulary is in no part
         targets = rows.take(head.targets)
         logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
     rows.put(out.logprobs, logprobs.float())
@@ -58,7 +58,7 @@ class ShardStatistics:
         self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)
 
     def put(self, out: Statistics) -> None:
-        """Fill `out` at the rows of the chunk: every rank adds in rank order, and gets the same bits."""
+        """Wait for the all-gather and fill `out` at the rows of the chunk. All ranks get the same bits."""
         self._work.wait()
         head, rows = self._head, self._rows
         combined_parts = combined(self._all.unflatten(0, (-1, 4)), head.inverse_temperature_at(rows))

@@ -1,7 +1,7 @@
-"""Restriction of logits to the columns that a token was drawn from.
+"""Restriction of logits to the tokens that the sampler could have drawn (after top-k or top-p).
 
-A logit of -inf has probability 0 and gradient 0, so statistics, objective and gradients are those of the softmax over the
-kept columns, in every implementation. Setting them costs one pass over the logits.
+The other logits are set to -inf, which costs one pass over them. They then have probability 0 and gradient 0, so every
+implementation computes the softmax over the kept columns alone.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from marsrl.kernels.head.rows.subset import Rows
 
 @dataclass(frozen=True)
 class Support:
-    """Columns of the whole vocabulary that each of T tokens was drawn from.
+    """Columns of the whole vocabulary from which each of T tokens was drawn.
 
-    ids [n] int32: columns of all tokens, concatenated. starts, counts [T] int64: token t has ids[starts[t]:][:counts[t]], without
-    duplicates; count 0: every column. most: upper bound of counts, known to the host.
+    ids [n] int32: the columns of all tokens, concatenated. starts, counts [T] int64: token t has the columns
+    ids[starts[t]:][:counts[t]], without duplicates; a count of 0 stands for every column. most: upper bound of counts, known to
+    the host.
     """
 
     ids: Tensor
@@ -29,14 +30,14 @@ class Support:
     most: int
 
     def take(self, tokens: Tensor) -> Support:
-        """Return the support of these tokens [R] int64 alone."""
+        """Return the support of these tokens only; tokens is [R] int64."""
         return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
 
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
-        """Set logits [R, columns] of a part of the vocabulary to -inf outside of each row's support, in place.
+        """Set the logits of a part of the vocabulary, [R, columns], to -inf outside of each row's support, in place.
 
-        first_column, num_columns: the part's offset, and its number of real columns. Each row gets `most` slots, so that the
-        number of ids is not read from the device.
+        first_column, num_columns: the part's offset in the vocabulary, and its number of real columns. Each row gets `most` slots
+        for ids, so that the host does not have to read counts from the device.
         """
         if rows.count == 0 or num_columns == 0:
             return

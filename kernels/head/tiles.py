@@ -1,4 +1,4 @@
-"""Head of a bfloat16 model on the CPU: a chunk of rows is multiplied by one vocabulary tile after the other.
+"""Head of a bfloat16 model on the CPU: a chunk of rows is multiplied by one tile of the vocabulary after the other.
 
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
@@ -9,12 +9,12 @@
             dz [n, columns] float32 from the exponentials              CpuRowKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
-On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. After the last tile, dX = dz @ weight, and
-dW = dz.T @ hidden if no other rows have gradients.
+On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. The products follow after the last tile: dX = dz @
+weight, and dW = dz.T @ hidden if this is the only chunk with gradients.
 
-Tiles of logits, weight and dW stay in the cache from one step to the next. Whole rows of logits would not: 256 of them take
-31 MiB at V = 32000. Only their exponentials are kept, in bfloat16, at half that size. Statistics come from the float32
-logits; rounding an exponential to bfloat16 costs as much as storing a gradient in bfloat16.
+Tiles of logits, weight and dW stay in the cache from one step to the next. Whole rows of logits would not: 256 rows take 31 MiB
+at V = 32000. Only their exponentials are kept, in bfloat16, at half that size. Statistics come from the float32 logits. Rounding
+an exponential to bfloat16 costs as much precision as storing a gradient in bfloat16.
 """
 
 from typing import TYPE_CHECKING, cast
@@ -32,15 +32,15 @@ from marsrl.kernels.head.vocabulary import Head
 if TYPE_CHECKING:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
-# The buffer for exponentials holds 256 rows up to V = 151936, so that one product forms dW. It takes 74 MiB; with a tile, that is
-# less than a quarter of what plain PyTorch holds.
+# Up to V = 151936 the buffer for exponentials has room for 256 rows, so that one product forms dW. At that V it takes 74 MiB;
+# with a tile, this is less than a quarter of what plain PyTorch holds.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
-# Number of rows per tile when gradients are formed from recomputed logits, without exponentials.
+# Number of rows per tile when gradients are computed from recomputed logits, without stored exponentials.
 ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """Return the kernels if they form gradients by tiles: on the CPU, from bfloat16 operands. Else return None."""
+    """Return the kernels if this module serves them, which is on the CPU with bfloat16 operands; else return None."""
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)
@@ -54,7 +54,7 @@ def policy_gradients_by_tiles(
     slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """Compute statistics, terms and gradients of these rows of gradients.hidden, with logits computed once."""
+    """Compute statistics, objective and gradients of these rows of gradients.hidden; the logits are computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
@@ -89,7 +89,7 @@ def policy_gradients_by_tiles(
 def _exponentials(
     kernels: "CpuRowKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
 ) -> Tensor:
-    """Fill exponentials, tile after tile; return parts [tiles, 4, R] float64 in the form of RowKernels.partials."""
+    """Fill `exponentials` tile by tile, and return each tile's RowKernels.partials, [tiles, 4, R] float64."""
     gemms = gradients.gemms
     hidden = chunk.take(gradients.hidden).float()
     cuts = gemms.tiles()
@@ -104,7 +104,7 @@ def _exponentials(
 
 
 def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slopes, gradients: HeadGradients) -> None:
-    """Compute gradients of these rows of gradients.hidden from known statistics; every row must have a coefficient."""
+    """Compute gradients of these rows of gradients.hidden from known statistics; every row must be active."""
     gemms = gradients.gemms
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
     largest = max(sizes, default=0)
@@ -126,13 +126,13 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
 
 
 def _buffers(num_rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Allocate exponentials or gradients [num_rows, width] bfloat16, and as many rows of a float32 tile."""
+    """Return memory for exponentials or gradients, [num_rows, width] bfloat16, and for as many rows of a float32 tile."""
     size = (num_rows * width + 1) // 2
     buffer = host_buffer(size + num_rows * columns)
     return buffer[:size].view(torch.bfloat16)[: num_rows * width].view(num_rows, width), buffer[size:]
 
 
 def _block(memory: Tensor, num_rows: int, tile: slice) -> Tensor:
-    """Return a contiguous [num_rows, columns of the tile] at the start of this memory."""
+    """Return a contiguous view [num_rows, columns of the tile] of the start of this memory."""
     columns = tile.stop - tile.start
     return memory[: num_rows * columns].view(num_rows, columns)

@@ -1,4 +1,4 @@
-"""Output head of the fused ops: this rank's vocabulary shard, targets, temperature and support."""
+"""Arguments of an output head: this rank's vocabulary shard, the targets, temperature and support."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,10 +16,11 @@ from marsrl.kernels.head.support import Support, check_support
 
 @dataclass(frozen=True)
 class Head:
-    """Weight shard, targets, temperature and support of one call.
+    """Weight shard, targets, temperature and support of one call of a fused op.
 
-    weight [V, H]: columns first_column .. first_column + V of the vocabulary, of which the first num_columns are real.
-    targets [T] int64, global. inverse_temperature [T] float32, None: inverse_temperature_of_all.
+    weight: [V, H], for the V columns of the vocabulary from first_column on; those after the first num_columns are padding.
+    targets: [T] int64, columns of the whole vocabulary. inverse_temperature: [T] float32; None: all tokens have
+    inverse_temperature_of_all.
     """
 
     op: str
@@ -42,13 +43,13 @@ class Head:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
     def tile(self, columns: slice) -> "Head":
-        """Return a Head for these columns of the shard alone."""
+        """Return a Head of only these columns of the shard."""
         real = max(0, min(columns.stop, self.num_columns) - columns.start)
         first = self.first_column + columns.start
         return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
 
     def restrict_(self, logits: Tensor, rows: Rows) -> None:
-        """Set logits [R, width], before the temperature, to -inf outside of the rows' supports, in place."""
+        """Set raw logits [R, width] to -inf outside of each row's support, in place."""
         if self.support is not None:
             self.support.restrict_(logits, rows, self.first_column, self.num_columns)
 
@@ -70,7 +71,7 @@ def make_head(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> Head:
-    """Check the common arguments of fused heads, except tensors' values (see bad_values.py).
+    """Check the arguments that fused heads have in common; bad_values.py checks the tensors' values.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -112,5 +113,5 @@ def make_head(
 
 
 def why_not_reference_head(head: Head) -> str | None:
-    """Return None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
+    """Return None if the whole vocabulary is on one rank, as the reference requires; else the reason."""
     return "tp_group has several ranks, but the reference needs the whole vocabulary" if head.is_sharded else None

@@ -23,7 +23,7 @@ from marsrl.kernels.traced_op import register
 
 @dataclass(frozen=True)
 class LogProb:
-    """logprobs, entropy: [T] float32, nats; both carry a gradient."""
+    """Log-prob of the target and entropy of each token, [T] float32, nats; both are differentiable."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -39,22 +39,24 @@ def linear_logprob(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> LogProb:
-    """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature); 8THV FLOPs with the backward.
+    """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature), in 8THV FLOPs including the backward.
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
-        weight: [V, H]; under tp_group this rank's shard of equal size, in rank order.
-        targets: [T] int, ids in the whole vocabulary.
+        weight: [V, H]; with tp_group, this rank's shard. Shards have equal sizes and are in rank order.
+        targets: [T] int, token ids of the whole vocabulary.
         temperature: a positive, finite number, or [T] float of such numbers. It gets no gradient.
-        tp_group: process group over which the vocabulary is cut; hidden and targets are the same on its ranks. The
-            gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
-            copy_to / gather_from regions do.
-        real_vocab_size: columns of the whole vocabulary from here on are padding: p = 0, gradient 0. None: no padding.
-        support: the columns that each token was drawn from, its target included; elsewhere p = 0, gradient 0. None: all.
+        tp_group: process group over which the vocabulary is sharded; its ranks have the same hidden and targets. The gradient of
+            hidden is then only this shard's part, and the caller sums it over the group, as Megatron's copy_to and gather_from
+            regions do.
+        real_vocab_size: number of real columns of the whole vocabulary; those after them are padding, with p = 0 and gradient 0.
+            None: no padding.
+        support: the columns from which each token was drawn, including its target; all others have p = 0 and gradient 0. None:
+            all columns.
 
     Raises:
-        ValueError: names the argument, what was found and what was expected. A target out of range or an invalid temperature
-            is named with its token; on a device raise_bad_values raises this.
+        ValueError: names the argument, what was found and what was expected. For a target out of range or an invalid temperature
+            the token is named; on a device, raise_bad_values raises this later.
     """
     if torch.compiler.is_compiling():
         if tp_group is None:
@@ -87,20 +89,20 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """Convert arguments of the traced op's schema to the op's. per_token, of_all: temperature [T], or one for all tokens."""
+    """Convert the arguments of the traced op to those of the op. per_token, of_all: temperature [T], or one for all tokens."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)
 
 
 def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
-    """Allocate the statistics of each token; two of them are the op's outputs."""
+    """Allocate the four statistics of each token, two of which are the op's outputs."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return tuple(hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(4))
 
 
 class _Kernels:
-    """Kernels that save four numbers per token and recompute the logits in the backward."""
+    """Kernels of linear_logprob; four numbers per token are saved, and the backward recomputes the logits."""
 
     def __init__(self, rows: RowKernels):
         self._rows = rows

@@ -1,4 +1,4 @@
-"""Log-probs and entropy of a linear head in plain PyTorch: the definition."""
+"""Reference definition of log-probs and entropy of a linear head."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ def linear_logprob_reference(
     num_columns: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log p_y, H) [T] in float32, or float64 for float64 input; logits are stored in full.
+    """Return the target's log-prob and the entropy, both [T], in float32, or float64 for float64 input. All logits are stored.
 
-    Logits of padded columns and outside of a token's support are -inf; there p and p log p are 0.
+    Logits of padding columns, and outside of a token's support, are -inf, where p and p log p are 0.
 
     z = hidden @ weight.T / temperature;  log p_y = z_y - logsumexp z;  H = -sum_v p_v log p_v
     """
@@ -30,7 +30,7 @@ def linear_logprob_reference(
 
 
 def _left_out(logits: Tensor, support: Support | None) -> Tensor:
-    """Return [T, V] bool, True at columns that a token's softmax leaves out."""
+    """Return [T, V] bool, True at the columns that are left out of a token's softmax."""
     is_out = torch.zeros_like(logits, dtype=torch.bool)
     if support is not None:
         for row, start, count in zip(is_out, support.starts.tolist(), support.counts.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""RL loss and its gradient from hidden states and the head's weight, without storing the logits."""
+"""RL loss, and its gradient with respect to hidden states and head weight, without storing the logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,34 +38,36 @@ def linear_policy_loss(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> PolicyLoss:
-    """Compute the loss of inputs.objective on softmax(hidden @ weight.T / temperature), and its gradient in the forward.
+    """Compute the loss of inputs.objective for softmax(hidden @ weight.T / temperature); the forward also computes the gradient.
 
-    With c = dL/dlog p and e = dL/dH, which a token-level objective knows once it has the token's own log-prob,
+    With c = dL/dlog p and e = dL/dH, the gradients are as below. A token-level objective gives c and e from the token's own
+    log-prob and entropy, so one computation of the logits suffices:
 
         dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
 
-    Logits are computed one chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only their
-    logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, need whole sequences first, so their
-    logits are computed twice.
+    Logits are computed one chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only the
+    computation of their logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, first need the
+    log-probs of whole sequences, so they compute the logits twice.
 
     Args:
-        hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not
-            read where the mask is off. Under tp_group the gradient of hidden is this shard's part.
-        inputs: token_advantages with old_logprobs=None is the gradient of sum_t w_t log p_t: supervised training.
+        hidden, weight, targets, temperature, tp_group, real_vocab_size, support: see linear_logprob. Targets are not read where
+            the mask is off.
+        inputs: the other inputs of the loss. Supervised training uses token_advantages with old_logprobs=None, which gives the
+            gradient of sum_t w_t log p_t.
         main_grad: [V, H] float32. The backward adds dW to it, once per forward; a forward that is discarded or recomputed
-            (activation checkpointing) leaves it unchanged. The weight's own gradient is then None. If the weight has Megatron's
+            (activation checkpointing) leaves it unchanged. The op's gradient of weight is then None. If the weight has Megatron's
             `grad_added_to_main_grad`, that flag is set and a placeholder is returned for Megatron's hooks.
 
-    torch.compile breaks its graph here: an op of torch.library can pass only tensors to its backward, not a gradient that the
-    forward computed for a single backward, main_grad, or a process group.
+    torch.compile breaks its graph here, because an op of torch.library can pass only tensors to its backward. This op also needs
+    a process group, main_grad, and gradients that the forward computed for a single backward.
 
     Returns:
-        PolicyLoss; the gradients reach hidden and weight through .loss only. A loss can be differentiated once.
+        PolicyLoss. Only `.loss` is differentiable with respect to hidden and weight, and only once.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
-        RuntimeError: no implementation can serve the call, with the reasons. Or the process lets float32 products round their
-            operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs full float32.
+        RuntimeError: no implementation can serve the call; the message has the reasons. Also raised if the process lets float32
+            products round their operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs full float32.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
@@ -74,7 +76,7 @@ def linear_policy_loss(
 
 
 def served_by(hidden: Tensor, weight: Tensor, targets: Tensor, inputs: LossInputs) -> str:
-    """Return the name of the implementation that linear_policy_loss takes for these arguments."""
+    """Return the name of the implementation that linear_policy_loss would choose for these arguments."""
     return _OP.choose(_checked(hidden, weight, targets, inputs)).name
 
 
@@ -109,7 +111,7 @@ class _Call:
 
     @property
     def wanted(self) -> Wanted:
-        """Gradients to compute: none if grad mode is off, as in evaluation and before activation recomputation."""
+        """The gradients to compute: none if grad mode is off, as in evaluation and in a forward that will be recomputed."""
         is_differentiable = torch.is_grad_enabled()
         return Wanted(
             hidden=is_differentiable and self.hidden.requires_grad,
@@ -164,7 +166,7 @@ def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _scaled_to(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scale * values in this dtype, rounded once; one pass over values on a device."""
+    """Return scale * values in this dtype, rounded once; on a device in one pass over values."""
     if values.dtype == dtype:
         return _scaled_(values, scale)
     if not isinstance(scale, Tensor) and scale == 1.0:
@@ -181,12 +183,13 @@ def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
 
 
 def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:
-    """Compute the loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
+    """Compute the loss and, if wanted, the gradients for a grad_output of 1, in as few passes as the objective allows.
 
     gradients_of: policy_gradients, or a function with its signature.
 
-    Masked rows never enter the first GEMM, and rows without a coefficient never enter the backward GEMMs. With mask share m
-    and active share a this takes (2m + 4a) THV FLOPs, or (2m + 6a) THV if whole sequences are needed first.
+    Rows outside the mask never enter the first GEMM, and rows that are not active never enter the backward GEMMs. If m is the
+    share of rows in the mask and a the share of active rows, this takes (2m + 4a) THV FLOPs, or (2m + 6a) THV in two passes, if
+    the objective first needs the log-probs of whole sequences.
     """
     kernels, head, hidden, tokens, wanted = load(), call.head, call.hidden.detach(), call.tokens, call.wanted
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
@@ -224,7 +227,7 @@ def _by_quack(call: _Call) -> PolicyLoss:
     try:
         return _run(load, _gradients_by_quack, call)
     except UnlikelyTarget:
-        pass  # retry outside the block: the exception holds this attempt's buffers until the block ends
+        pass  # retry outside of this block, at whose end the exception frees this attempt's buffers
     return _run(load, policy_gradients, call)
 
 

@@ -1,4 +1,4 @@
-"""The definition of the fused loss, in plain PyTorch: full logits, then the objective, all by autograd."""
+"""Reference definition of the fused loss: all logits, then the objective, differentiated by autograd."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.policy_loss.reference import policy_loss_reference, policy_terms
 
-# A single autograd node keeps the backward's products outside the caller's autocast, too.
+# A single autograd node keeps the caller's autocast out of the backward's products, too.
 _logprobs = Gradient("linear_policy_loss", num_tensors=2, num_outputs=2).reference(linear_logprob_reference).run
 
 
@@ -22,7 +22,7 @@ def linear_policy_loss_reference(
     tokens: PolicyTokens,
     support: Support | None = None,
 ) -> PolicyLoss:
-    """Return PolicyLoss, whose loss autograd differentiates through hidden [T, H] and weight [V, H]."""
+    """Return PolicyLoss, whose loss is differentiable with respect to hidden [T, H] and weight [V, H]."""
 
     def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
         of_rows = temperature[rows] if isinstance(temperature, Tensor) else temperature
@@ -35,7 +35,8 @@ def linear_policy_loss_reference(
     token_ids = torch.arange(hidden.shape[0], device=hidden.device)
     if tokens.mask is not None:
         token_ids = tokens.mask.nonzero()[:, 0]
-    # Tokens that are masked regardless of their log-prob stay out of the graph: a row of NaN times a gradient of 0 would be NaN.
+    # Tokens that are masked whatever their log-prob stay out of the graph, because a row of NaN times a gradient of 0 would be
+    # NaN.
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     unknown = torch.full(token_ids.shape, torch.nan, dtype=dtype, device=hidden.device)
     is_masked = policy_terms(unknown, unknown, tokens, token_ids).is_masked

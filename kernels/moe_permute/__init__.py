@@ -1,4 +1,4 @@
-"""Permutation of tokens to rows sorted by expert, with the router's weights, and back as sums."""
+"""Copies of tokens as rows sorted by expert, with the router's weights, and sums of each token's rows on the way back."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,11 +17,12 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 class RowOrder(NamedTuple):
-    """Order of R rows of T tokens, sorted by expert and then by token. All int64, made without synchronisation.
+    """Order of the R rows of T tokens, sorted by expert and then by token. All tensors are int64, made without synchronisation.
 
-    token_of [R]: the token of each row. row_of [R]: the rows of token 0 in the order of its experts, then the rows of token 1.
-    bounds [T+1]: each token's first index in row_of, and R. weight_of [R]: index of each row's weight in the router's flattened
-    [T, E].
+    token_of [R]: the token of each row.
+    row_of [R]: the rows of token 0 in the order of its experts, then those of token 1, and so on.
+    bounds [T+1]: each token's first index in row_of; R at the end.
+    weight_of [R]: index of each row's weight in the router's weights [T, E], flattened.
     """
 
     token_of: Tensor
@@ -31,11 +32,11 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """Order rows by routing_map [T, E] bool, which is True where a token goes to an expert. num_rows: number of True entries.
+        """Return the order for routing_map [T, E] bool, True where a token goes to an expert. num_rows: number of True entries.
 
         Raises:
-            ValueError: a map in host memory has another number of True entries. A map on a device is not checked: with fewer
-                entries the device reports an error, and with more the rows of the last experts are left out.
+            ValueError: a map in host memory has another number of True entries. A map on a device is not checked. If it has fewer
+                entries, the device reports an error; if it has more, the rows of the last experts are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
         if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:
@@ -47,7 +48,7 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_experts(cls, expert_of: Tensor) -> "RowOrder":
-        """Order R tokens with one expert each: token t goes to expert_of[t], and weights are [R]."""
+        """Return the order for R tokens with one expert each, expert_of [R]; the weights of moe_permute are then [R]."""
         check("RowOrder", "expert_of", expert_of, (None,), INTEGERS)
         token_of = expert_of.argsort(stable=True)
         bounds = torch.arange(expert_of.numel() + 1, device=expert_of.device, dtype=torch.int64)
@@ -57,12 +58,12 @@ class RowOrder(NamedTuple):
 def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
     """Return a row for each expert of each token, and its weight; differentiable.
 
-    A token's gradient is the sum of its rows' gradients in float32, in the order of its experts, rounded once: the same bits in
-    every run. The backward keeps only the order, neither hidden nor weights.
+    A token's gradient is the sum of its rows' gradients. It is taken in float32, in the order of the token's experts, and rounded
+    once, so every run gives the same bits. The backward keeps only the order, neither hidden nor weights.
 
     Args:
         hidden: [T, H] float.
-        weights: [T, E] in any float dtype, or [R] if the order is from of_experts.
+        weights: [T, E] in any float dtype, or [R] if the order was made by of_experts.
 
     Returns:
         [R, H] in the dtype of hidden, and [R] in the dtype of weights.
@@ -87,10 +88,10 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
 def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
     """Sum each token's rows, 0 for a token without rows; differentiable.
 
-    Sums are float32, in the order of the token's experts, rounded once: the same bits in every run. The backward keeps only the
-    order.
+    Sums are taken in float32, in the order of the token's experts, and rounded once, so every run gives the same bits. The
+    backward keeps only the order.
 
-    Rows must already be multiplied by the router's weights. swiglu does that between an expert's two layers, where rows are
+    Rows must already be multiplied by the router's weights. swiglu does this between an expert's two layers, where rows are
     narrower.
 
     Args:

@@ -1,4 +1,5 @@
-"""Permutation of tokens to rows and back by PyTorch's CPU kernels, which read each value once and sum in float32 in row order.
+"""Copies of tokens as rows, and sums of rows, by PyTorch's CPU kernels, which read each value once and sum in row order in
+float32.
 
 PyTorch's GPU kernels are not used, because the order of their sums is unspecified.
 """

@@ -1,4 +1,4 @@
-"""Permutation of tokens to rows and back, defined in plain PyTorch. Sums are float32 (float64 for float64), rounded once."""
+"""Reference definition of moe_permute and moe_unpermute. Sums are float32 (float64 for float64 input), rounded once."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def moe_permute_reference(
     hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's token [R, H] and weight [R]."""
+    """Return (the token of each row [R, H], the weight of each row [R])."""
     rows = hidden.to(_wide(hidden)).index_select(0, token_of).to(hidden.dtype)
     return rows, weights.flatten().index_select(0, weight_of)
 

@@ -1,4 +1,4 @@
-"""Both ops and their gradients from two moves, copying and summing rows: each op's forward is the other's backward."""
+"""moe_permute and moe_unpermute from two operations, copying and summing rows: each op's forward is the other's backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """Two moves: copies(tokens [T, H], token_of, row_of, bounds) -> [R, H], sums(rows [R, H], row_of, bounds) -> [T, H]."""
+    """Functions copies(tokens [T, H], token_of, row_of, bounds) -> [R, H] and sums(rows [R, H], row_of, bounds) -> [T, H]."""
 
     copies: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -20,7 +20,7 @@ from marsrl.kernels.policy_loss.terms import agent_sums, as_read, policy_terms, 
 def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> PolicyLoss:
     """Compute the loss of inputs.objective on given log-probs, differentiable through logprobs and entropy.
 
-    logprobs, entropy: [T] float, nats, of the policy in training.
+    logprobs, entropy: [T] float, nats: the current policy's log-prob and entropy of each token.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -39,7 +39,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         sums = terms.sums()
         if torch.is_grad_enabled() and (logprobs.requires_grad or entropy.requires_grad):
             loss = _Loss.apply(logprobs, entropy, terms, sums)
-        else:  # an unneeded graph node would cost a tenth of the op on few tokens
+        else:  # no graph: with few tokens a node takes a tenth of the op's time
             loss = total_loss(sums)
         if tokens.mask is not None:
             zero = logp.new_zeros(())  # shared, because each literal 0.0 would become a tensor
@@ -53,7 +53,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
 
 
 class _Loss(torch.autograd.Function):
-    """Autograd node of the row kernel's loss; its coefficients are the gradient."""
+    """Autograd node of the loss; its gradient is the coefficients that the row kernel computed."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, sums: Tensor) -> Tensor:

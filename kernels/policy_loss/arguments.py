@@ -7,7 +7,7 @@ from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, che
 from marsrl.kernels.head.objective import LossInputs, PolicyObjective, PolicyTokens
 from marsrl.kernels.library import cpu_library, why_no_cpu_library
 
-# Fields of LossInputs: (name, True if [T] and False if [S], accepted dtypes).
+# Fields of LossInputs as (name, True if [T] or False if [S], accepted dtypes).
 _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
     ("advantages", False, FLOATS),
     ("token_advantages", True, FLOATS),
@@ -81,7 +81,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
 
 
 def _sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return sequence_of_tokens. On the CPU one call computes it: three would take a twentieth of the op if tokens are few."""
+    """Return sequence_of_tokens. On the CPU, one C call: PyTorch's three take a twentieth of the op's time with few tokens."""
     if cu_seqlens.device.type != "cpu" or why_no_cpu_library() is not None:
         return sequence_of_tokens(cu_seqlens, num_tokens)
     bounds = cu_seqlens.contiguous()

@@ -14,8 +14,8 @@ from marsrl.kernels.policy_loss.reference import policy_terms
 class TokenMarks:
     """Marks of tokens, each [T] bool, False where the mask is off.
 
-    clipped: the clip is active, as PolicyLoss counts it. gated: masked as well mastered (gate, dropped). masked: gated, or masked
-    by a correction, so that the token lost every term.
+    clipped: the clip is active, as counted in PolicyLoss.agent_sums. gated: the token is masked because it is well mastered, or
+    dropped. masked: the token is gated, or masked by a correction, and adds nothing to the loss.
     """
 
     clipped: Tensor
@@ -25,10 +25,9 @@ class TokenMarks:
 
 @torch.no_grad()
 def token_marks(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> TokenMarks:
-    """Compute the clip and masks that the loss applies to each token, from logprobs and entropy [T].
+    """Compute which tokens the loss clips and masks, from logprobs and entropy [T].
 
-    Elementwise and without gradient; no tensor has the size of the vocabulary. Exactly at a bound of the clip, a row kernel may
-    round to the other side.
+    The results have no gradient. Exactly at a clip bound, a row kernel may round to the other side.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

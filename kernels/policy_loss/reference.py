@@ -1,4 +1,4 @@
-"""Policy objective in plain PyTorch: the definition against which every other implementation is judged."""
+"""Reference definition of the policy objective, against which all other implementations are tested."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of each trained token: its loss (differentiable), its weighted KL, and whether it is clipped, masked, clamped."""
+    """Terms of each trained token: its loss (differentiable), its KL times importance, and what happened to it."""
 
     loss: Tensor
     kl: Tensor
@@ -20,14 +20,14 @@ class Terms:
 
 
 def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
-    """Return the mean of each sequence's values, [S], 0 without values. values [n]; sequence_of [n] int64: their sequences."""
+    """Return each sequence's mean of values, [S]; 0 without values. values: [n]. sequence_of: [n] int64, sequence per value."""
     total = values.new_zeros(num_sequences).index_add_(0, sequence_of, values)
     count = values.new_zeros(num_sequences).index_add_(0, sequence_of, torch.ones_like(values))
     return total / count.clamp(min=1)
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """Evaluate the objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype.
+    """Evaluate the objective at the tokens kept [n] int64; logp, entropy: [n] of these tokens, in any float dtype.
 
     Values of masked tokens are replaced before any computation: the gradient of NaN times 0 would be NaN.
     """
@@ -73,7 +73,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
         return torch.where(is_masked, zeros, values)
 
     # Any NaN or infinity from here on was read by a trained token.
-    kl = importance * _divergence(log_reference, objective.kl)  # the metric counts masked tokens too
+    kl = importance * _divergence(log_reference, objective.kl)  # the metric "kl" includes masked tokens
     moved = read(logp) - read(current)  # value 0, gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
     log_ratio, drift = read(log_ratio), read(drift)
@@ -122,7 +122,7 @@ def _divergence(x: Tensor, kl: str) -> Tensor:
 
 
 def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
-    """Return PolicyLoss, whose loss autograd differentiates through logprobs and entropy [T]."""
+    """Return PolicyLoss, whose loss is differentiable with respect to logprobs and entropy [T]."""
     token_ids = torch.arange(logprobs.numel(), device=logprobs.device)
     if tokens.mask is not None:
         token_ids = tokens.mask.nonzero()[:, 0]

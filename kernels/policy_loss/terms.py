@@ -12,17 +12,17 @@ from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(tokens: PolicyTokens) -> bool:
-    """Return True if a token's coefficient depends on current log-probs of other tokens of its sequence."""
+    """Return True if a token's coefficient depends on the current log-probs of other tokens in its sequence."""
     if tokens.old_logprobs is None:
         return tokens.objective.correction == "sequence_mask"
     return tokens.objective.ratio == "sequence"
 
 
 def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
-    """Create an evaluator of the objective.
+    """Create the evaluator of the objective for these tokens.
 
-    logprobs, entropy: [T] float32, contiguous; read when `evaluate` gets a token. If needs_whole_sequences, they must be
-    complete before this is called.
+    logprobs, entropy: [T] float32, contiguous; a token's elements are read when `evaluate` gets the token. If
+    needs_whole_sequences, all must be set before this call.
     """
     log_ratio, log_drift = _of_whole_sequences(tokens, logprobs)
     prepared: dict[str, Any] = {
@@ -67,7 +67,7 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
 
 
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return (log_ratio, log_drift) [T] float32, means over each sequence's tokens; None if the token's own value is used."""
+    """Return (log_ratio, log_drift), each [T] float32, a mean over the token's sequence, or None if the token's own is used."""
     objective, log_ratio, log_drift = tokens.objective, None, None
 
     def means(values: Tensor) -> Tensor:

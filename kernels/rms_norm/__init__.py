@@ -1,4 +1,4 @@
-"""RMSNorm and rotation by position, in one pass over memory each way."""
+"""RMSNorm with an optional rotary embedding, in one pass over memory in forward and in backward."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ def rms_norm(
 ) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight; differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
 
-    A rotation, if given, follows the norm, as for queries and keys: columns i and N/2 + i (a pair in Qwen and Llama) turn by
-    angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
+    A rotary embedding may follow the norm, as for queries and keys: columns i and N/2 + i (a pair in Qwen and Llama) are rotated
+    by angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
 
     The arithmetic is float32, rounded once at the end. The backward keeps x, weight and one float32 number per row. The gradient
-    of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are read in
+    of the weight is summed in float32 or float64. Evenly strided rows, such as the key heads in a fused projection, are read in
     place.
 
-    On a GPU x and the gradient are read once: PyTorch's fused norm reads them once for each of its two gradients, and copies
-    strided rows first. Not timed on a GPU.
+    On a GPU the backward reads x and the incoming gradient once. PyTorch's fused norm reads them twice, once per computed
+    gradient, and first copies strided rows. Not timed on a GPU.
 
     Args:
         x: [..., N] float.
         weight: [N] float, which may have another dtype.
-        eps: keeps rows of zeros finite.
-        is_zero_centred: rows are multiplied by 1 + weight, as megatron's layernorm_zero_centered_gamma says.
-        rotation: [T, N] float32, where x is [T, ..., N]: the cosines of a token's N/2 angles, then their sines; without a
-            gradient. None: rows are not rotated.
+        eps: added to the mean square, which keeps rows of zeros finite.
+        is_zero_centred: multiply rows by 1 + weight instead of weight, like Megatron's layernorm_zero_centered_gamma.
+        rotation: [T, N] float32 for x [T, ..., N]: the cosines of each token's N/2 angles, then the sines; gets no gradient.
+            None: rows are not rotated.
 
     Returns:
         [..., N] in the dtype of x.

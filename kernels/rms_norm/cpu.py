@@ -1,4 +1,4 @@
-"""RMSNorm by csrc/cpu/rms_norm.cpp, with threads over rows. PyTorch rotates its float32 result, which is rounded once."""
+"""RMSNorm by csrc/cpu/rms_norm.cpp, parallel over rows. PyTorch rotates the float32 result, which is then rounded once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +52,7 @@ class CpuRmsNorm:
 
 
 def _as_read(weight: Tensor, offset: float) -> Tensor:
-    """Return weight + offset as [N] float32, contiguous; the weight itself if it already is."""
+    """Return weight + offset as [N] float32, contiguous; the weight itself if nothing has to change."""
     if not offset and weight.dtype == torch.float32 and weight.is_contiguous():
         return weight
     return weight.detach().float().contiguous() + offset

@@ -1,11 +1,11 @@
-"""RMSNorm in plain PyTorch, and the rotation after it: the definition."""
+"""Reference definition of RMSNorm and of the rotation after it."""
 
 import torch
 from torch import Tensor
 
 
 def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N], rotated.
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N], then rotate if a rotation is given.
 
     The arithmetic is float32 (float64 if an input is), rounded once.
     """
@@ -17,7 +17,7 @@ def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, ep
 
 
 def rotated(rows: Tensor, rotation: Tensor, *, is_back: bool = False) -> Tensor:
-    """Rotate columns i and N/2 + i of rows [R, N] by their token's angle i, as rms_norm does; is_back: by minus that angle."""
+    """Rotate columns i and N/2 + i of rows [R, N] by angle i of the row's token, as in rms_norm; is_back: by minus that angle."""
     of_token = rows.view(rotation.shape[0], rows.shape[0] // max(1, rotation.shape[0]), rows.shape[1])
     cos, sin = rotation.unsqueeze(1).to(rows.dtype).chunk(2, dim=-1)
     sin = -sin if is_back else sin

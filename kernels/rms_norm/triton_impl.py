@@ -20,7 +20,7 @@ PROGRAMS = 512  # programs of the backward, each with a partial weight gradient:
 
 @triton.jit
 def _cos_and_sin(rotation, token, column, is_in, half):
-    """Load cosine and sine of each column's angle; the sine has the sign of the pair's other half in that column."""
+    """Load each column's cosine, and its sine with the sign that the pair's other column gets in the rotation."""
     at = rotation + token * 2 * half + (column % half)[None, :]
     sin = tl.load(at + half, mask=is_in, other=0.0)
     return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)
@@ -33,7 +33,7 @@ def forward_rows(
 ):  # fmt: skip
     """Norm and rotate rows. Grid (blocks of rows).
 
-    rotation [tokens, width] float32 or None, each token's for rows_of_token rows; half: half the width.
+    rotation: [tokens, width] float32 or None; each of its rows is for rows_of_token rows of x. half: width / 2.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -59,7 +59,7 @@ def gradient_rows(
     x, stride, weight, rotation, rows_of_token, scales, grad, grad_rows, sums, num_rows, rows_of_program, width, half, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients of rows. Grid (programs), each for rows_of_program consecutive rows.
+    """Compute gradients of rows. Grid (programs); each program takes rows_of_program consecutive rows.
 
     sums [programs, width] float32 receives each program's part of the weight's gradient.
     """
@@ -91,7 +91,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a program. They depend only on the width, so other rows do not change a row's bits."""
+    """Return (rows, columns, warps) of a program. They depend only on the width, so a row's bits do not depend on other rows."""
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
     return rows, block, max(4, rows * block // 512)

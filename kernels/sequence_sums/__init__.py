@@ -10,9 +10,10 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Return each sequence's sum of values [T] over its tokens in mask [T], and the number of these tokens.
+    """Return each sequence's sum of values [T] over its tokens in mask [T], and the number of those tokens, as [2, S] float64.
 
-    values: any float, not read where the mask is off; mask None: all tokens. cu_seqlens [S+1] int. The caller checks arguments.
+    values may have any float dtype, and are not read where the mask is off. mask None: all tokens. cu_seqlens: [S+1] int. The
+    arguments are not checked.
 
     Returns [2, S] float64.
     """

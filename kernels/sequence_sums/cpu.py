@@ -7,7 +7,7 @@ from marsrl.kernels.library import cpu_library
 
 
 def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Return [2, S] as the reference defines it."""
+    """Return the sums and numbers of tokens, [2, S], that reference.py defines."""
     wide = values if values.dtype == torch.float64 else values.float()
     wide, boundaries = wide.contiguous(), cu_seqlens.contiguous()
     contiguous_mask = None if mask is None else mask.contiguous()

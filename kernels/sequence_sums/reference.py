@@ -1,4 +1,4 @@
-"""Sums over the tokens of packed sequences in plain PyTorch: the definition."""
+"""Reference definition of sums over the tokens of packed sequences."""
 
 import torch
 from torch import Tensor

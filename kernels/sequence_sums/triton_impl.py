@@ -1,4 +1,4 @@
-"""Sums over the tokens of packed sequences in Triton: one program a sequence, blocks of tokens in order."""
+"""Sums over the tokens of packed sequences in Triton: one program per sequence, which adds blocks of tokens in order."""
 # mypy: disallow-untyped-defs=False
 
 import torch
@@ -33,7 +33,7 @@ def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.cons
 
 
 def sequence_sums_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Return [2, S] as the reference defines it."""
+    """Return the sums and numbers of tokens, [2, S], that reference.py defines."""
     num_sequences = cu_seqlens.numel() - 1
     sums = torch.empty(2, num_sequences, dtype=torch.float64, device=values.device)
     if num_sequences:

@@ -1,4 +1,4 @@
-"""Activation between the two projections of an MLP or an expert, in one pass over memory each way."""
+"""Activation between the two projections of an MLP or an expert, in one pass over memory in forward and in backward."""
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute silu(gate) * up * weight; differentiable; Shazeer, arXiv:2002.05202, equation 6, with a router's weight.
+    """Compute silu(gate) * up, times a router's weight if given; differentiable; Shazeer, arXiv:2002.05202, equation 6.
 
     The arithmetic is float32, rounded once at the end. The backward keeps only `products` and `weights`.
 
     Args:
-        products: [..., 2 F] float: each row has the gate [F], then the gated values [F].
-        weights: [...] float, the router's weight of each row, which may have another dtype; None: 1.
+        products: [..., 2 F] float: each row has the gate [F], then up [F].
+        weights: [...] float, the router's weight of each row, in any float dtype; None: 1.
 
     Returns:
         [..., F] in the dtype of products.

@@ -1,4 +1,4 @@
-"""SwiGLU by csrc/cpu/swiglu.cpp, with threads over rows."""
+"""SwiGLU by csrc/cpu/swiglu.cpp, parallel over rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from marsrl.kernels.library import cpu_library
 
 
 def weights_as_read(weights: Tensor | None) -> Tensor | None:
-    """Return weights as [R] float32, contiguous; None means 1."""
+    """Return weights as [R] float32, contiguous; for None, None, which means 1."""
     return None if weights is None else weights.float().contiguous()
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU in plain PyTorch: the definition."""
+"""Reference definition of SwiGLU."""
 
 import torch
 from torch import Tensor

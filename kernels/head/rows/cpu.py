@@ -1,4 +1,4 @@
-"""Row kernels of csrc/cpu, parallel over rows: logits to gradients in place, for whole rows or vocabulary tiles."""
+"""Row kernels of csrc/cpu, parallel over rows. They turn logits into gradients in place, for whole rows or vocabulary tiles."""
 
 import ctypes
 from typing import Any
@@ -14,17 +14,17 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 
 KINDS = {"clip": 0, "cispo": 1}
-CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # sequence_mask is icepop on the sequence's drift
+CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # sequence_mask: icepop on the sequence's drift
 KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
 def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
-    """Return the rows and their targets, the first arguments of the C row functions. Rows of logits are head.width apart."""
+    """Return the first arguments of the C row functions: rows of logits, head.width apart, and their targets."""
     return logits, head.width, rows.count, head.num_columns, rows.ids, rows.first, head.targets
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Return (inverse temperatures of the tokens or None, inverse temperature of all tokens, used if the first is None)."""
+    """Return (inverse temperature per token or None, common inverse temperature); the second is used if the first is None."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 
@@ -70,9 +70,9 @@ class CpuRowKernels(RowKernels):
         partials: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Compute partials [4, R] of a vocabulary tile (RowKernels.partials), and out [R, columns] bfloat16 = e^d.
+        """Return the partials [4, R] of a vocabulary tile (RowKernels.partials), and write e^d to out [R, columns] bfloat16.
 
-        out is 0 in padding, and its rows may be strided. None: not wanted.
+        out: 0 in padding columns; rows may be strided. None: only the partials are wanted.
 
         logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
         """
@@ -91,10 +91,10 @@ class CpuRowKernels(RowKernels):
         slopes: Slopes,
         out: Tensor,
     ) -> None:
-        """Compute out [n, columns] float32 = dz of the rows `kept` [n] int64 of exponentials [R, columns].
+        """Write dz of the rows `kept` [n] int64 of exponentials [R, columns] to out [n, columns] float32.
 
-        tokens [n]: the tokens of these rows. maxima [R] float64: the first row of their partials. dz is defined by
-        RowKernels.gradients; the target's dz uses the float32 statistics.
+        tokens [n]: the tokens of these rows. maxima [R] float64: the first row of the tile's partials. RowKernels.gradients
+        defines dz; dz of the target is computed from the float32 statistics.
         """
         library.cpu_library().marsrl_exponential_gradients(
             *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
@@ -122,7 +122,7 @@ class CpuPolicyTerms:
     def in_one_walk(
         self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
     ) -> LateCount:
-        """Compute statistics, terms and gradients in one pass over a vocabulary held by one rank.
+        """Compute statistics, objective and gradients in one pass over each row; one rank must have the whole vocabulary.
 
         statistics.logprobs and .entropy are the arrays that RowKernels.policy_terms reads.
         """
@@ -147,13 +147,13 @@ class CpuPolicyTerms:
 
 
 def _check_place(logits: Tensor, out: Tensor) -> None:
-    """Assert that logits and gradients share memory: csrc/cpu works in place."""
+    """Assert that logits and gradients share memory, because csrc/cpu works in place."""
     assert out.dtype == torch.float32, f"gradients are {out.dtype}"
     assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """Collect addresses of the inputs and of arrays (log-probs, entropies, outputs); the result keeps the tensors alive."""
+    """Return addresses of the inputs and of `arrays` (log-probs, entropies, outputs); the struct keeps the tensors alive."""
     t = tokens
     inputs = (
         *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),
@@ -163,6 +163,6 @@ def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
-    """Convert the options to the struct that csrc reads."""
+    """Return the options as the struct that csrc reads."""
     kinds = KINDS[objective.kind], CORRECTIONS[objective.correction], KLS[objective.kl]
     return library.Objective(objective.options, inverse_normaliser, *kinds)

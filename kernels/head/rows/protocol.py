@@ -4,13 +4,16 @@
         logits [R, V] float32 = hidden @ weight.T                 RowKernels, by default gemms.py
         statistics (or partials and an all-gather, shards.py)     RowKernels
         terms.evaluate: coefficients and sums of the loss         PolicyTerms
-        gradients: rows with a coefficient to dz, side by side    RowKernels
+        gradients: dz of the active rows, side by side            RowKernels
         (on the CPU these three are one pass: terms.in_one_walk)
-        dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
+        dX, dW from dz when enough rows are buffered              gemms.py, chunked_head.py
+
+dz is the gradient of the loss with respect to the logits. A row is active if its token's coefficient or entropy_coefficient is
+not 0; dz of other rows is 0 and never computed.
 
 A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py).
 
-Arrays named [T] belong to all packed tokens; a kernel reads and writes them at the tokens of its rows.
+Arrays [T] have an element for every packed token; a kernel reads and writes the elements of its rows' tokens.
 """
 
 from collections.abc import Callable
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Softmax statistics per token [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum.
+    """Softmax statistics per token, [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum.
 
     With d = (z - maximum) / tau:  log_sum = log sum e^d,  log p_y = d_y - log_sum,  H = log_sum - sum d e^d / sum e^d.
     """
@@ -52,7 +55,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Slopes:
-    """Inputs of a token's dz: its statistics, dL/dlogp and dL/dH [T] float32."""
+    """What dz of a token is computed from: its statistics, and dL/dlogp and dL/dH, each [T] float32."""
 
     statistics: Statistics
     coefficient: Tensor
@@ -75,18 +78,18 @@ class PolicyTerms(Protocol):
 
     @property
     def in_one_walk(self) -> "Callable[[Tensor, Rows, Head, Statistics, Tensor, Tensor], LateCount] | None":
-        """Function that does RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, while a row is cached.
+        """Function that does RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, while a row is in the cache.
 
-        Its arguments are logits, rows, head, statistics, out and active. None: these are separate calls, as on a device.
+        Its arguments are logits, rows, head, statistics, out and active. None: there is no such function, as on a device.
         """
 
     def evaluate(self, rows: Rows) -> None:
-        """Evaluate these tokens, each once; tokens outside the mask are skipped."""
+        """Evaluate the objective at these tokens, except those outside the mask. Each token may be evaluated only once."""
 
     def sums(self) -> Tensor:
-        """Return sums over the tokens evaluated so far, with the same bits in every run.
+        """Return sums over the tokens evaluated so far: [A, len(METRICS)] float64, per agent, in the order of objective.METRICS.
 
-        [A, len(METRICS)] float64 per agent, in the order of objective.METRICS.
+        The bits are the same in every run.
         """
 
 
@@ -96,13 +99,13 @@ class RowKernels:
     is_host: results are complete when a call returns, and `gradients` overwrites the logits; otherwise calls queue work on
     the current stream without waiting, and `gradients` writes to a second buffer.
 
-    product: raw logits [R, V] float32, row-major, before the temperature, or the result of an overridden `multiply`.
+    product: what `multiply` returned: by default the raw logits [R, V] float32, row-major, before the temperature.
     """
 
     is_host: bool
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
-        """Multiply these rows' hidden [R, H] into out [R, V] float32; -inf outside of each row's support."""
+        """Compute the logits of hidden states [R, H] into out [R, V] float32, with -inf outside of each row's support."""
         gemms.logits(hidden, out)
         head.restrict_(out, rows)
         return out
@@ -110,34 +113,36 @@ class RowKernels:
     def statistics(self, product: Any, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows.
 
-        Columns from head.num_columns to the stride of the logits are padding and may hold anything. A target outside the
-        vocabulary gives NaN if not is_host; check_values reports it.
+        Columns from head.num_columns to the stride of the logits are padding, and are not read. Unless is_host, a target outside
+        the vocabulary gives NaN, and check_values reports it.
         """
         raise NotImplementedError
 
     def partials(self, product: Any, rows: Rows, head: "Head") -> Tensor:
-        """Return [4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target.
+        """Return partial statistics of this vocabulary shard, [4, R] float64: maximum, sum e^d, sum d e^d, raw logit of the
+        target.
 
-        The target's logit is 0 where another shard owns it. d is relative to the shard's own maximum, which is -inf without
-        real columns.
+        The target's logit is 0 if another shard owns the target. d is relative to the maximum of this shard, which is -inf if the
+        shard is all padding.
         """
         raise NotImplementedError
 
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
-        """Create an evaluator for one call.
+        """Create the evaluator of the objective for one call of a loss.
 
-        All arrays are contiguous, floats float32. logprobs, entropy [T] must be complete at a token when it is evaluated.
+        All arrays are contiguous, and floats are float32. A token's logprobs and entropy [T] must be set before it is evaluated.
         """
         raise NotImplementedError
 
     def gradients(
         self, product: Any, rows: Rows, head: "Head", slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        """Write dz of the n rows with a coefficient or entropy_coefficient to out[:n], and their tokens to active[:n].
+        """Write dz of the n active rows to out[:n] and their tokens to active[:n]; return n.
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 
-        and 0 in padding; 1 - p of the target is computed by expm1. out [>= R, V] has the GEMM's dtype (bfloat16 or float32).
-        It is a second buffer, or if is_host the logits themselves, float32. active: [>= R] int64. Returns n.
+        with c = dL/dlogp, e = dL/dH and temperature tau; 0 in padding columns. 1 - p of the target is computed by expm1. out: [>=
+        R, V] in the GEMM's dtype (bfloat16 or float32), a second buffer; if is_host, the float32 logits themselves. active: [>=
+        R] int64.
         """
         raise NotImplementedError

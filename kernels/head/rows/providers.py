@@ -1,4 +1,4 @@
-"""Implementations of the row kernels in order of preference, and the reasons why one cannot serve."""
+"""Implementations of the row kernels in order of preference, each with the reasons why it cannot serve a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 @dataclass(frozen=True)
 class RowProvider:
-    """Implementation of the row kernels that is loaded when it is first used.
+    """Implementation of the row kernels, loaded at its first use.
 
-    machine_lacks: None if this machine can run it, else the reason. why_not_tensor: the same for one argument, given
-    its name and a tensor.
+    machine_lacks: returns None if this machine can run the kernels, else the reason.
+    why_not_tensor: takes an argument's name and tensor; returns None if the kernels can read the tensor, else the reason.
     """
 
     name: str
@@ -26,7 +26,7 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
 
     def why_not(self, **tensors: Tensor) -> str | None:
-        """Return None if these arguments (by the caller's names) can be served, else the reason."""
+        """Return None if the kernels can serve these arguments, which are named as in the caller's signature, else the reason."""
         for why_not in (self.why_not_tensor, why_not_double):
             for name, tensor in tensors.items():
                 if (reason := why_not(name, tensor)) is not None:

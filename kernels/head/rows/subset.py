@@ -22,7 +22,7 @@ class LateCount:
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
-            # Name the host as the device of pinned memory: otherwise torch would use the caller's default device, and fail.
+            # Name the host explicitly: with another default device, torch would try to pin memory there and fail.
             self._value = torch.empty(1, dtype=value.dtype, pin_memory=True, device="cpu")
             self._value.copy_(value.reshape(1), non_blocking=True)
             self._event = torch.cuda.Event()
@@ -38,7 +38,7 @@ class LateCount:
 
 @dataclass(frozen=True)
 class Rows:
-    """Subset of the packed tokens: `ids` [R] int64 ascending, or first, first + 1, ... if ids is None.
+    """Subset of the packed tokens: `ids` [R] int64, ascending; if ids is None, the `count` tokens from `first` on.
 
     If `late` is set, only the first late.wait() tokens count, and count is an upper bound: `settled` drops the others.
     """
@@ -50,7 +50,7 @@ class Rows:
 
     @staticmethod
     def of(mask: Tensor | None, num_tokens: int, is_late: bool = False) -> "Rows":
-        """Select the tokens of a [T] bool mask; None: all. is_late: don't wait for the device that computes the mask."""
+        """Select the tokens of a [T] bool mask; None: all. is_late: leave the count pending instead of waiting for the device."""
         if mask is None or num_tokens == 0:
             return Rows(None, 0, num_tokens)
         if is_late:
@@ -60,14 +60,14 @@ class Rows:
         return Rows(None, 0, num_tokens) if ids.numel() == num_tokens else Rows(ids, 0, ids.numel())
 
     def settled(self) -> "Rows":
-        """Return the same rows with their true count; waits for the device if the count is still pending."""
+        """Return these rows with their true count, for which the host waits if it is still pending."""
         if self.late is None:
             return self
         count = min(self.count, self.late.wait())
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
-        """Yield these rows in order, in chunks; the sizes repeat in a cycle, and the last chunk holds the rest.
+        """Yield these rows in order, in chunks whose sizes repeat `sizes` in a cycle; the last chunk holds the rest.
 
         A row's result therefore does not depend on the number of rows. If the count is still pending, an upper bound decides the
         size of the first chunk; the true count decides the sizes of the other chunks.
@@ -97,7 +97,7 @@ class Rows:
         return self.ids
 
     def take(self, values: Tensor) -> Tensor:
-        """Return values [T, ...] at these tokens, as a view if they are contiguous."""
+        """Return values [T, ...] at these tokens, as a view if the tokens are contiguous."""
         return values[self.first : self.first + self.count] if self.ids is None else values.index_select(0, self.ids)
 
     def put(self, target: Tensor, values: Tensor) -> None:

@@ -11,12 +11,12 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
-# Number of columns that one program reads. 151936 columns are 5 pieces, so that even 15 rows fill 75 multiprocessors, and a
-# piece is long enough (128 KiB) to run at the speed of memory. Not measured yet.
+# Number of columns in a piece, which one program reads. 151936 columns are 5 pieces, so that even 15 rows keep 75 multiprocessors
+# busy. A piece of 128 KiB is long enough to run at memory bandwidth. Not measured yet.
 PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # columns per step of the loop: 16 elements per thread
 NUM_WARPS = 8
-JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
+JOIN_ELEMENTS = 256  # rows x pieces that a joining program reads per step
 JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
 
@@ -66,14 +66,14 @@ class TritonRowKernels(RowKernels):
 
 
 class TritonPolicyTerms:
-    """PolicyTerms that needs no atomics: the sums of each block of tokens stay separate until requested."""
+    """PolicyTerms without atomics: each block of tokens has its own sums, which `sums` adds."""
 
     in_one_walk = None
 
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self._tokens, self._logprobs, self._entropy = tokens, logprobs, entropy
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
-        self._sums: list[Tensor] = []  # [programs, A, 6] float64 of each call
+        self._sums: list[Tensor] = []  # one [programs, A, 6] float64 per call of evaluate
         normaliser, device = tokens.normaliser, logprobs.device
         if isinstance(normaliser, Tensor) and normaliser.device == device:
             self._inverse_normaliser = normaliser.detach().reshape(1).float().reciprocal()
@@ -110,9 +110,9 @@ class TritonPolicyTerms:
 
 
 def list_active(rows: Rows, slopes: Slopes, active: Tensor) -> tuple[Tensor, LateCount]:
-    """Number the rows that have a coefficient; active [>= R] int64 receives their tokens.
+    """Number the active rows, and write their tokens to active [>= R] int64.
 
-    Returns place_of [R] int32, a row's index among the active rows, or -1; and the number of active rows.
+    Returns place_of [R] int32, each row's index among the active rows or -1, and the number of active rows.
     """
     place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
     count = torch.empty(1, dtype=torch.int32, device=active.device)
@@ -122,11 +122,11 @@ def list_active(rows: Rows, slopes: Slopes, active: Tensor) -> tuple[Tensor, Lat
             *(place_of, active, count),
             BLOCK=BLOCK_TOKENS,
         )
-        return place_of, LateCount(count)  # queues the copy before later work, so that the host gets the count early
+        return place_of, LateCount(count)  # queues the copy ahead of later work, so that the host gets the count early
 
 
 def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
-    """Return row_partials of the rows, [4, pieces, R] float32, in pieces of PIECE_COLUMNS."""
+    """Return the partial statistics of each piece of the rows, [4, pieces, R] float32."""
     pieces = triton.cdiv(head.width, PIECE_COLUMNS)
     partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
     with on_device_of(logits):
@@ -140,7 +140,7 @@ def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
 
 
 def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """Return a kernel's arguments about its rows: ids, first, targets, first_column, inverse temperatures."""
+    """Return the kernel arguments that describe rows: ids, first, targets, first_column, inverse temperatures."""
     return (
         rows.ids,
         rows.first,
@@ -152,27 +152,27 @@ def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | Non
 
 
 def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Return the block sizes for joining the pieces of rows: the fewer the pieces, the more rows per program.
+    """Return the block sizes for joining pieces: with fewer pieces per row, a program takes more rows.
 
-    With many pieces a program takes 8 rows, whose numbers fill a 32-byte sector, so 96 programs share 768 rows.
+    At least 8 rows, whose float32 partials fill a 32-byte sector of memory; 768 rows then take 96 programs.
     """
     at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
 
 
 def _with_padding(rows: Tensor) -> Tensor:
-    """Return the rows [R, V] including the padding after each, [R, stride]."""
+    """Return a view [R, stride] of the rows [R, V] that includes their padding."""
     return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 
 
 def _pieces_of_rows(width: int) -> dict[str, int]:
-    """Return sizes with no more columns per step than the row has, so that small vocabularies leave no lanes idle."""
+    """Return launch sizes whose step is no wider than a row, so that small vocabularies leave no lanes idle."""
     block = min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
     return {"PIECE": PIECE_COLUMNS, "BLOCK": block, "num_warps": NUM_WARPS}
 
 
 def _inputs(tokens: PolicyTokens) -> tuple[Tensor | None, ...]:
-    """Return the packed arrays in the order of policy_terms, bools viewed as uint8."""
+    """Return the arrays of `tokens` in the order of policy_terms's `inputs`, with bools viewed as uint8."""
     t = tokens
     arrays = (
         *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),

@@ -1,14 +1,14 @@
 """Triton kernels for rows of float32 logits: softmax statistics, the policy objective and gradients.
 
-    row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row: one read of the logits
-    finish_rows       joins a row's pieces to its log-prob, entropy, maximum and log_sum; join_pieces, to a shard's part
-    policy_terms      computes each token's coefficients, and a block's sums per agent (added in fixed order later)
-    list_active       lists the rows that have a coefficient, and their place in the gradient buffer
-    row_gradients     writes dz of these rows to their place: the second read of the logits, the only write
+    row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row; reads the logits once
+    finish_rows       joins a row's pieces to its log-prob, entropy, maximum and log_sum (join_pieces: to a shard's partials)
+    policy_terms      computes each token's coefficients, and sums per agent of each block, which are added in order later
+    list_active       lists the active rows, and their index in the gradient buffer
+    row_gradients     writes dz of the active rows; reads the logits a second time
 
 The pieces of a row depend only on its length, so a row's result does not depend on how many rows there are. No sum uses atomics,
-so every run gives the same bits. Exponents of a few numbers per row are taken in float64: they cost nothing, and log p and 1 - p
-keep their last digits.
+so every run gives the same bits. The few exponentials per row are float64, which costs nothing and keeps the last digits of log p
+and 1 - p.
 """
 
 import triton
@@ -16,10 +16,10 @@ import triton.language as tl
 
 from marsrl.kernels.head import objective
 
-# Arguments that differ from chunk to chunk; Triton must not compile a kernel for each value.
+# Arguments that differ from chunk to chunk, for whose values Triton must not compile separate kernels.
 VARYING = ("num_rows", "first")
-LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements; minus infinity would give NaN in differences
-# Stands for minus infinity as an exponent: its exp is 0, and its product with 0 is not NaN.
+LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements; differences of -inf would be NaN
+# Stands for -inf as an exponent: its exponential is 0 too, but its product with 0 is not NaN.
 NOTHING = tl.constexpr(-1e4)
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
 NUM_SUMS = tl.constexpr(len(objective.METRICS))
@@ -41,7 +41,7 @@ def exact_exp(x):
 
 @triton.jit
 def exact_expm1(x):
-    """Return e^x - 1 to the last digits of float32; near 0 by the first two terms (error below x^2 / 6)."""
+    """Return e^x - 1 to float32 precision. Near 0 two terms of the series are used, with a relative error below x^2 / 6."""
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
@@ -50,7 +50,7 @@ def row_partials(
     logits,  # [num_rows, stride] float32
     stride,  # multiple of 16 (rows are padded), so that loads are 128 bits for any number of columns
     num_rows,
-    columns,  # number of real columns: padding after them may hold anything
+    columns,  # number of real columns; padding after them is not read
     ids,
     first,
     targets,
@@ -61,7 +61,7 @@ def row_partials(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the softmax partials of each piece of each row. Grid (num_rows, pieces)."""
+    """Compute the partial softmax statistics of each piece of each row. Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     token = token_of(ids, first, row)
@@ -81,7 +81,7 @@ def row_partials(
         x = tl.load(x_row + column, mask=column < stop, other=float("-inf"))
         x = tl.where(column < end, x, float("-inf"))
         larger = tl.maximum(maximum, tl.max(x, axis=0))
-        # Rescale the sums from the old maximum to the larger one: d grows by shift, e^d by a factor.
+        # Rescale the sums to the larger maximum: d changes by a shift, e^d by a factor.
         shift = tl.maximum((maximum - larger) * inverse, NOTHING)
         factor = tl.exp(shift)
         d = (x - larger) * inverse  # subtracting first gives exactly 0 at the maximum
@@ -104,7 +104,7 @@ def row_partials(
 def joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES: tl.constexpr):
     """Join partials [4, pieces, stride] of whole rows.
 
-    Returns (maximum float32; sum e^d, sum d e^d float64, relative to the maximum; target logit float32).
+    Returns (maximum, sum e^d, sum d e^d, target logit), with d relative to the maximum. The sums are float64, the others float32.
     """
     lanes = tl.arange(0, BLOCK_PIECES)
     plane = pieces * stride
@@ -154,7 +154,7 @@ def finish_rows(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Join each row's pieces to its statistics; NaN log-prob for a target outside the vocabulary. Grid (blocks of rows)."""
+    """Join each row's pieces to its statistics. A target outside the vocabulary gets log-prob NaN. Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -187,7 +187,7 @@ def join_pieces(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Join each row's pieces to this shard's part of the statistics. Grid (blocks of rows)."""
+    """Join each row's pieces to this shard's partials (RowKernels.partials). Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -214,7 +214,7 @@ def clamped(log_ratio):
 
 @triton.jit
 def divergence(x, KL: tl.constexpr):
-    """Estimate the KL divergence by k1, k2 or k3 from x = log p - log of the reference's p."""
+    """Estimate the KL divergence by k1, k2 or k3 from x = log p - log p_reference."""
     if KL == "k1":
         return x
     elif KL == "k2":
@@ -228,7 +228,7 @@ def divergence(x, KL: tl.constexpr):
 def clipped_surrogate(
     log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
 ):
-    """Return (surrogate float64, its slope in log p, whether the token was clipped) for "clip" or "cispo"."""
+    """Return (surrogate float64, its derivative by log p, True if the token was clipped) for "clip" or "cispo"."""
     ratio = exact_exp(clamped(log_ratio))
     low = 1.0 - clip_low
     high = 1.0 + clip_high
@@ -249,7 +249,7 @@ def clipped_surrogate(
 
 @triton.jit
 def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, is_clamped, entropy, kl):
-    """Store sums over each agent's tokens, in the order of objective.METRICS. at: [num_agents, NUM_SUMS] float64."""
+    """Store sums over each agent's tokens in the order of objective.METRICS. at: address of [num_agents, NUM_SUMS] float64."""
     for a in range(num_agents):
         is_mine = is_kept & (agent == a)
         tl.store(at + NUM_SUMS * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
@@ -274,7 +274,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    numbers,  # PolicyObjective.options; Triton reserves the name `options`
+    numbers,  # PolicyObjective.options, a name that Triton reserves
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,
@@ -302,7 +302,7 @@ def policy_terms(
     old = logp
     if old_logprobs is not None:
         old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)
-    # These log-ratios compare policy to old policy, old policy to rollout policy, policy to reference policy.
+    # Log-ratios: policy to old policy, old policy to rollout policy, and policy to reference policy.
     token_log_ratio = tl.zeros_like(logp)
     if log_ratio is not None:
         token_log_ratio = tl.load(log_ratio + tokens, mask=is_kept, other=0.0)
@@ -382,12 +382,12 @@ def list_active(
     first,
     coefficient,
     entropy_coefficient,
-    place_of,  # [num_rows] int32: the row's index among active rows; -1 = no coefficient
+    place_of,  # [num_rows] int32: the row's index among active rows; -1 = not active
     active,  # [>= num_rows] int64: receives the tokens of the active rows, in order
     count,  # [1] int32
     BLOCK: tl.constexpr,
 ):
-    """List the rows that have a coefficient. Grid (1,): a chunk has few rows, and one program needs no second pass."""
+    """List the active rows. Grid (1,): a chunk has few rows, and a single program needs no second pass to add up counts."""
     base = tl.zeros((), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         rows = begin + tl.arange(0, BLOCK)
@@ -421,7 +421,7 @@ def row_gradients(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write dz of the rows that have a coefficient to their places in `out`. Grid (num_rows, pieces)."""
+    """Write dz of the active rows to `out`, at the indices place_of. Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(place_of + row).to(tl.int64)
     if position >= 0:

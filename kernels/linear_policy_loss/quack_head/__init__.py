@@ -1,4 +1,4 @@
-"""Head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose product leaves exponentials in place of logits.
+"""Head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), which writes exponentials instead of logits.
 
 This moves 6 bytes per logit through memory; cuBLAS and the row kernels move 18.
 """
@@ -16,7 +16,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences
 from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton
 
-ROWS = 128  # rows of a product's tile, and of a tile of the vocabulary
+ROWS = 128  # rows per tile of a product, and columns per tile of the vocabulary
 
 
 class UnlikelyTarget(ArithmeticError):

@@ -1,13 +1,14 @@
-"""First product of a head by QuACK's GEMM for Hopper (CuTe DSL), with exponentials in place of logits. Imports QuACK.
+"""First product of a head by QuACK's GEMM for Hopper (CuTe DSL), which writes exponentials instead of logits. Imports QuACK.
 
     exponentials[r, v] = e^(z - m_r)      m_r: close to the target's z
 
-bfloat16 has the exponent range of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
-(quack/linear_cross_entropy.py) uses one m per row and 128 columns, and scales an operand of the other two products by it.
+bfloat16 has the exponent range of float32, so no precision is lost as long as m_r is within 69 of the row's largest z. QuACK's
+own loss (quack/linear_cross_entropy.py) uses a different m for every 128 columns of a row, and scales an operand of the other two
+products by it.
 """
 
 # mypy: ignore-errors
-# The DSL, which has no types, reads this function.
+# The DSL parses this function, and has no types.
 
 import math
 
@@ -46,10 +47,10 @@ def exponentials(
     weighted: Tensor,
     target_logits: Tensor,
 ) -> None:
-    """Compute out [R, V] bfloat16 and sum e^d, sum d e^d of each row and tile [R, V / TILE] float32, with d = z - m.
+    """Compute e^d with d = z - m into out [R, V] bfloat16, and the sums of e^d and d e^d per row and tile, [R, V / TILE] float32.
 
-    hidden [R, H], weight [V, H] bfloat16; inverse_temperature, offsets m [R] float32; targets [R] int64. target_logits [R]
-    float32: z of the target, untouched where the target is not in 0 .. V - 1.
+    hidden [R, H] and weight [V, H] are bfloat16; inverse_temperature and offsets (m) are [R] float32; targets are [R] int64.
+    target_logits [R] float32 receives z of the target, and is left as it is where the target is not in 0 .. V - 1.
     """
     _exponentials.gemm(
         hidden,

@@ -1,13 +1,13 @@
-"""Gradients of the head from exponentials, chunk after chunk.
+"""Gradients of the head from exponentials, one chunk after the other.
 
 exponentials [R, V] bfloat16, and sum e^d, sum d e^d of each tile           gemms.py, by QuACK
 statistics of the rows                                                      triton_kernels.py
 terms.evaluate: coefficients of the objective                               head/rows
-exponentials and row factors v that stand for dz                            triton_kernels.py
+changed exponentials and a factor v per row, with dz = v exponentials       triton_kernels.py
 dX = v (exponentials @ weight),   dW += exponentials.T @ (v hidden)         head/gemms.py, by cuBLAS
 
-The host reads the number of rows with a coefficient before the last two products. The first rows of the next chunk's product are
-queued before that, into a buffer of their own, so that the device never idles.
+The host reads the number of active rows before the last two products. So that the device is busy meanwhile, the first rows of the
+next chunk's product are queued beforehand, into a separate buffer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, gemms, triton_kernels
 from marsrl.kernels.triton_machine import on_device_of
 
-# At V = 151936, H = 2048 these are 768 rows, which should take an H200 about 0.6 ms. Meanwhile the host reads two numbers and
-# launches the backward GEMMs. Not measured yet.
+# Bytes of the separate buffer. At V = 151936, H = 2048 it has 768 rows, which should take an H200 about 0.6 ms. Meanwhile the
+# host reads two numbers and launches the backward GEMMs. Not measured yet.
 AHEAD_BYTES = 224 * 2**20
 
 
@@ -42,7 +42,7 @@ def quack_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Compute what chunked_head.policy_gradients does; statistics.maximum is the row's offset m (gemms.py).
+    """Compute the results of chunked_head.policy_gradients, except that statistics.maximum is the row's offset m (gemms.py).
 
     Raises:
         UnlikelyTarget: exponentials relative to a row's m overflow.
@@ -62,14 +62,14 @@ def quack_gradients(
     while product is not None:
         product.fill_rest(ahead)
         chunk = product.chunk.settled()
-        if chunk.count == 0:  # The first chunk was an upper bound.
+        if chunk.count == 0:  # The first chunk's size was an upper bound.
             break
         finish(head, chunk, statistics, product, is_beyond)
         late_beyond = LateCount(is_beyond)
         terms.evaluate(chunk)
         active = torch.empty(chunk.count, dtype=torch.int64, device=hidden.device)
         place_of, count = list_active(chunk, slopes, active)
-        # The device computes the first rows of the next chunk while the host waits for the numbers of this one.
+        # The device computes the first rows of the next chunk while the host waits for this chunk's two numbers.
         upcoming = next(chunks, None)
         following = Product(head, hidden, upcoming, buffer, ahead) if upcoming else None
         if late_beyond.wait():
@@ -81,14 +81,14 @@ def quack_gradients(
 
 
 class Product:
-    """First product of a chunk's rows, rounded up to whole tiles.
+    """First product of a chunk, whose number of rows R is rounded up to whole tiles.
 
-    exponentials: [R, V] bfloat16. totals, weighted: [R, tiles] float32, partial sums of each tile. of_rows: [3, R] float32, from
-    row_offsets.
+    exponentials: [R, V] bfloat16. totals, weighted: [R, tiles] float32, each tile's sums of e^d and d e^d. of_rows: [3, R]
+    float32: inverse temperature, offset m and target's logit of each row.
     """
 
     def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
-        """Compute the first rows into `ahead`, while `buffer` has another chunk's exponentials."""
+        """Compute the first rows into `ahead`, while `buffer` is still in use for another chunk."""
         self.chunk, self._head, self._hidden = chunk, head, hidden
         self.exponentials = buffer[: _whole(chunk.count)]
         num_rows, tiles = self.exponentials.shape[0], head.width // gemms.TILE
@@ -99,7 +99,7 @@ class Product:
             self._fill(ahead[:num_rows])
 
     def fill_rest(self, ahead: Tensor) -> None:
-        """Move the rows from `ahead` to the buffer, and compute the others there."""
+        """Copy the rows in `ahead` to the buffer, and compute the other rows there."""
         self.exponentials[: self._filled].copy_(ahead[: self._filled])
         self._fill(self.exponentials[self._filled :])
 
@@ -131,7 +131,7 @@ class Product:
 
 
 def finish(head: Head, chunk: Rows, statistics: Statistics, product: Product, is_beyond: Tensor) -> None:
-    """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 if exponentials relative to a row's m overflow."""
+    """Fill `statistics` at the chunk's rows; is_beyond [1] int32 becomes 1 if exponentials relative to a row's m overflow."""
     totals, of_rows, tiles = product.totals, product.of_rows, product.totals.shape[1]
     with on_device_of(totals):
         triton_kernels.finish_rows[(chunk.count,)](
@@ -150,9 +150,9 @@ def _add_gradients(
     active: Tensor,
     gradients: HeadGradients,
 ) -> None:
-    """Add dX and dW of the chunk's rows with a coefficient, the tokens `active`.
+    """Add dX and dW of the chunk's active rows, whose tokens are `active`.
 
-    These rows are packed first if they are at most half of the chunk.
+    If at most half of the rows are active, they are copied to contiguous memory first.
     """
     count = active.shape[0]
     if count == 0:
@@ -168,17 +168,16 @@ def _add_gradients(
     if gradients.wanted.weight:
         hidden = rows.take(gradients.hidden)
         scaled = torch.mul(hidden, v, out=torch.empty_like(hidden))
-        scaled.masked_fill_(v == 0, 0)  # also removes NaN in rows without a coefficient
+        scaled.masked_fill_(v == 0, 0)  # also removes NaN in rows that are not active
         gradients.grad_weight = gradients.gemms.add_weight_gradient(gradients.grad_weight, of_rows, scaled)
 
 
 def prepare(
     head: Head, chunk: Rows, slopes: Slopes, exponentials: Tensor, place_of: Tensor, of_rows: Tensor, v: Tensor
 ) -> None:
-    """Compute row factors v [n] float32 and prepared exponentials, so that v times exponentials is dz.
+    """Compute a factor v per row, [n] float32, and change the exponentials so that v times a row of them is its dz.
 
-    Exponentials [R, V] are prepared in place if of_rows [n, V] is the same memory. Otherwise of_rows receives the rows that
-    have a place.
+    exponentials [R, V] are changed in place if of_rows is the same tensor. Otherwise of_rows [n, V] receives the active rows.
     """
     with on_device_of(exponentials):
         triton_kernels.prepare_rows[(chunk.count, triton.cdiv(head.width, PIECE_COLUMNS))](

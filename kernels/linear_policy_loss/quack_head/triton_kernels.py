@@ -1,8 +1,8 @@
-"""Triton kernels around QuACK's product: row offsets before it, statistics and factors of dz after it.
+"""Triton kernels around QuACK's product: row offsets before the product, statistics and dz after it.
 
-row_offsets    m of each row, from the target's logit
-finish_rows    partial sums of the tiles to log-prob, entropy, log_sum of a row
-prepare_rows   the target's column, rows without a coefficient, the factor v of each row
+row_offsets    computes the offset m of each row from its target's logit
+finish_rows    joins the tiles' partial sums to log-prob, entropy and log_sum of a row
+prepare_rows   computes the factor v of each row, and changes its exponentials so that v times them is dz
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-MOST = tl.constexpr(2.0**100)  # largest sum: a target with log p = -69 reaches it; float32 ends at 2^127
+MOST = tl.constexpr(2.0**100)  # largest allowed sum, reached at a target with log p = -69; float32 ends at 2^127
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def row_offsets(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute m of each row; 0 in padding rows and for rows without a target. Grid (stride): the rows, padded to whole tiles."""
+    """Compute m of each row; 0 for padding rows and for rows without a target. Grid (stride): the rows, padded to whole tiles."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
@@ -61,7 +61,7 @@ def finish_rows(
     weighted,  # [num_rows, tiles] float32
     tiles,
     columns,
-    of_rows,  # [3, stride] of row_offsets, with the target's logit
+    of_rows,  # [3, stride] float32: inverse temperature, m and the target's logit
     stride,
     ids,
     first,
@@ -70,7 +70,7 @@ def finish_rows(
     is_beyond,  # [1] int32: becomes 1 if a sum exceeds MOST
     BLOCK: tl.constexpr,
 ):
-    """Join each row's partial sums to its statistics; NaN log-prob for a target outside the vocabulary. Grid (num_rows)."""
+    """Join each row's partial sums to its statistics. A target outside the vocabulary gets log-prob NaN. Grid (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
     token = token_of(ids, first, row)
     lanes = tl.arange(0, BLOCK)
@@ -103,15 +103,15 @@ def prepare_rows(
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32 of list_active
-    packed,  # [.., columns] bfloat16: receives rows with a coefficient; None: rows stay in place, and rows without one become 0
+    packed,  # [.., columns] bfloat16: receives the active rows; None: all rows stay in place, and those not active become 0
     v,  # [rows of packed, or num_rows] float32
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prepare exponentials and v, whose product is dz. Grid (num_rows, pieces of columns).
+    """Change exponentials and compute v, so that v times exponentials is dz. Grid (num_rows, pieces of columns).
 
-    v = -c / (temperature sum). The target's exponential becomes (p - 1) sum, so that v times it is c (1 - p) / temperature;
-    1 - p is computed by expm1.
+    v = -c / (temperature sum). The target's exponential becomes (p - 1) sum, and its dz is then c (1 - p) / temperature; 1 - p is
+    computed by expm1.
     """
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * PIECE
