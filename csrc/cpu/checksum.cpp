@@ -8,7 +8,7 @@ namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-// MurmurHash3's 64-bit finaliser: a bijection in which every bit of the result depends on every bit of the word.
+// MurmurHash3's 64-bit finaliser, a bijection: every bit of the result depends on every bit of the word.
 MARSRL_INLINE uint64_t mix(uint64_t word) {
   word ^= word >> 33;
   word *= 0xFF51AFD7ED558CCD;
@@ -32,8 +32,8 @@ MARSRL_CLONES uint64_t word_sum(const char* data, int64_t runs, int64_t words, u
 
 }  // namespace
 
-// Returns the sum of mix(word_i xor key_i) mod 2^64 over runs of equally many words, with key_i = (i + 1) * golden. Each run is
-// contiguous in memory, with any alignment; run r begins at the tensor's word first + r * stride.
+// Returns the sum of mix(word_i xor key_i) mod 2^64, with key_i = (i + 1) * golden, over runs of words. Runs have equal lengths,
+// and each is contiguous in memory, with any alignment. Run r begins at the tensor's word first + r * stride.
 MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
   return word_sum(data, runs, words, first, stride);
 }

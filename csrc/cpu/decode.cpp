@@ -1,7 +1,7 @@
-// Attention of one query a sequence over a padded cache: softmax(scale q k^T) v over the first lengths[s] keys.
+// Attention with one query per sequence over a padded cache: softmax(scale q k^T) v over the first lengths[s] keys.
 //
-// A key head's tokens are read once, block by block, for all of its query heads, under a running maximum and sum. Entries
-// after a sequence's end are never read. Sequences and key heads are independent: the thread count changes nothing.
+// Each key head is read once, block by block, for all query heads that share it, with a running maximum and sum. Entries after a
+// sequence's end are never read. Sequences and key heads are independent, so results do not depend on the number of threads.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -89,7 +89,8 @@ MARSRL_CLONES void add_block(const float* __restrict__ q, const float* __restric
 
 }  // namespace
 
-// Strides count elements: q [S, N], cache [S, L, N_kv]; the head dimension is dense. out [S, N, size] is contiguous.
+// Strides count elements, and are given for [S, N] of q and [S, L, N_kv] of the cache; the head dimension is dense. out [S, N,
+// size] is contiguous.
 MARSRL_API void marsrl_attention_decode(const void* q, const void* k, const void* v, void* out, const int64_t* lengths,
                                         int64_t num_sequences, int64_t num_heads, int64_t num_key_heads, int64_t size,
                                         const int64_t* strides_q, const int64_t* strides_k, const int64_t* strides_v,

@@ -1,7 +1,7 @@
 // Draws one token per row of logits; rollout/engines/sampler.py defines the result.
 //
-// The first pass adds up e^(x - maximum) block by block in double; the second looks for the drawn token within the block
-// whose cumulative sum passes the drawn point. Rows are independent: the thread count changes nothing.
+// The first pass adds up e^(x - maximum) block by block in double. The second finds the first block whose cumulative sum passes
+// noise times the total, and the drawn token within it. Rows are independent, so results do not depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Ignores NaN, which the sum detects.
+// Ignores NaN, which makes the sum NaN later.
 MARSRL_CLONES float row_maximum(const float* x, int64_t columns) {
   float maximum = -INFINITY;
 #pragma omp simd reduction(max : maximum)
@@ -44,7 +44,7 @@ void cumulative_sums(const float* x, int64_t columns, float maximum, double* sum
   }
 }
 
-// Returns the first token whose cumulative sum passes noise times the total; never a token of probability 0.
+// Returns the first token at which the cumulative sum passes noise times the total; never a token of probability 0.
 int64_t token_at(const float* x, int64_t columns, float maximum, const double* sums, double noise) {
   const int64_t last = num_blocks(columns) - 1;
   const double point = std::min(noise * sums[last], std::nextafter(sums[last], 0.0));  // a product may round to the sum
@@ -53,7 +53,7 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
   float e[kBlock];
   exponentials(x + begin, size, maximum, e);
   double total = block ? sums[block - 1] : 0;
-  int64_t token = begin;  // last token that can be drawn, if the block's terms add up to less in this order
+  int64_t token = begin;  // drawn if the block's terms, added in this order, do not reach the point
   for (int64_t i = 0; i < size && !(total > point); i++) {
     total += e[i];
     if (e[i] > 0) token = begin + i;
@@ -63,8 +63,8 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
 
 }  // namespace
 
-// Draws from x [rows, columns]. temperature [rows]: rows with 0 or less take the most likely token; null: all are drawn.
-// noise [rows] lies in [0, 1); tokens, logprobs [rows] receive the drawn token and its log-prob in nats.
+// Draws from logits x [rows, columns]. temperature [rows]: rows with 0 or less take the most likely token; null: every row draws.
+// noise [rows]: random numbers in [0, 1). tokens, logprobs [rows]: receive the drawn token and its log-prob in nats.
 MARSRL_API void marsrl_draw_tokens(const float* x, const float* temperature, const double* noise, int64_t rows,
                                    int64_t columns, int64_t* tokens, float* logprobs, int num_threads) {
 #pragma omp parallel num_threads(usable_threads(rows, columns, num_threads))

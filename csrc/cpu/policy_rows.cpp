@@ -1,5 +1,5 @@
-// Policy objective over a list of tokens: coefficients, and sums per agent. Runs alone, or between the statistics of a
-// row of logits and its gradient.
+// Policy objective over a list of tokens: coefficients, and sums per agent. Runs alone, or in one pass with the statistics and
+// gradients of rows of logits.
 #include <cstdint>
 #include <vector>
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// Batch of tokens that are evaluated together: inputs and results of policy_term, one array per number.
+// Tokens that are evaluated together: inputs and results of policy_term, with one array per field.
 struct Block {
   static constexpr int kTokens = 256;
   int64_t ids[kTokens];
@@ -30,7 +30,7 @@ struct Block {
 };
 
 MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
-  const Objective objective = given;  // a local copy, which no write below can alias
+  const Objective objective = given;  // local, so that the compiler knows that no write below changes it
 #pragma omp simd
   for (int i = 0; i < count; i++) {
     const Term term = policy_term(
@@ -47,7 +47,7 @@ MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
   }
 }
 
-// Sums of neighbouring tokens of one agent, kept in registers rather than in tokens.sums.
+// Sums over neighbouring tokens of one agent, kept in registers and added to tokens.sums when the agent changes.
 class AgentSums {
  public:
   explicit AgentSums(const Tokens& tokens) : tokens_(tokens) {}
@@ -80,8 +80,8 @@ class AgentSums {
 
 }  // namespace
 
-// Writes coefficient and entropy_coefficient of tokens and adds to `sums`, in order and in double: two runs give the same
-// bits. token_ids [count] lists the tokens; null: first_token, first_token + 1, ... Tokens outside mask [T] are skipped; null:
+// Writes coefficient and entropy_coefficient of tokens, and adds to `sums` in double and in order, so that two runs give the same
+// bits. token_ids [count] lists the tokens; null: `count` tokens from first_token on. Tokens outside mask [T] are skipped; null:
 // none is.
 MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const uint8_t* mask,
                                     const int64_t* token_ids, int64_t first_token, int64_t count) {
@@ -106,11 +106,11 @@ MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* to
   finish();
 }
 
-// Computes statistics of whole rows, marsrl_policy_terms and the gradient in one pass: a row is in the L2 cache when it is
-// read again, and without an entropy bonus, which needs the logits, e^d is computed once. Arguments are as in
-// marsrl_row_logprobs and marsrl_row_gradients; objective and tokens as in marsrl_policy_terms, with `logprobs` and `entropy`
-// the arrays that are written here. The objective must not need whole sequences.
-// Returns the number of rows kept, or -1 - the first token whose target is outside [0, columns).
+// Computes statistics, objective and gradient of whole rows in one pass, so that a row is in the L2 cache when it is read again.
+// Without an entropy bonus, whose gradient needs the logits, e^d is computed only once. Arguments are as in marsrl_row_logprobs,
+// marsrl_row_gradients and marsrl_policy_terms; tokens' `logprobs` and `entropy` are the arrays that are written here. The
+// objective must not need whole sequences. Returns the number of rows kept, or -1 - t, where t is the first token whose target is
+// outside [0, columns).
 MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* token_ids,
                                       int64_t first_token, const int64_t* targets, const float* inverse_temperature,
                                       float inverse_temperature_of_all, float* logprobs, float* entropy,
@@ -119,7 +119,7 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
   const Statistics statistics = {logprobs, entropy, maximum, log_sum};
   const bool has_bonus = objective->entropy_coef != 0.0f;
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // rows of a single thread, which writes gradients in place; several threads move rows afterwards
+  int64_t kept = 0;  // rows that a single thread has written to the front; several threads move rows afterwards
   BadTarget bad;
 #pragma omp parallel num_threads(threads)
   {

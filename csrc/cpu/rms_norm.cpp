@@ -1,4 +1,4 @@
-// RMSNorm of rows, forward and backward, each row read from memory once.
+// RMSNorm of rows, forward and backward; each row is read from memory once.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -9,11 +9,12 @@
 
 namespace {
 
-// Numbers summed in float32. Their sums are added in double, so the error does not grow with the width.
+// Length of the pieces of a row that are summed in float32. Their sums are added in double, so the error does not grow with the
+// width.
 constexpr int64_t kBlock = 512;
 
-// Number of rows whose part of the weight's gradient is summed in float32; these sums are added in double. The number is
-// small enough for sums as exact as PyTorch's. It depends on the number of rows alone, not on the number of threads.
+// Number of rows over which the weight's gradient is summed in float32; these sums are then added in double. It is small enough
+// for sums as exact as PyTorch's, and the order of additions does not depend on the number of threads.
 constexpr int64_t kRowsOfSum = 32;
 
 template <class T>
@@ -34,7 +35,7 @@ MARSRL_INLINE void forward_rows(const T* x, int64_t stride, const float* weight,
   }
 }
 
-// Adds grad x scale of these rows to sums [width] float32.
+// Adds grad * x * scale of these rows to sums [width] float32.
 template <class T>
 MARSRL_INLINE void backward_rows(const T* x, int64_t stride, const float* weight, const float* scales, const T* grad,
                                  int64_t rows, int64_t width, T* out, float* sums) {
@@ -80,7 +81,7 @@ MARSRL_CLONES void add(const float* sums, int64_t width, double* totals) {
 
 }  // namespace
 
-// Computes out [rows, width] = x scale weight and scales [rows] = 1 / sqrt(mean of a row's squares + eps). Rows of x are
+// Computes out [rows, width] = x * scale * weight and scales [rows] = 1 / sqrt(mean of the row's squares + eps). Rows of x are
 // `stride` numbers apart. x and out are float32, or bfloat16 if is_bfloat16; weight [width] is float32.
 MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, const float* weight, int64_t rows,
                                 int64_t width, double eps, void* out, float* scales, int num_threads) {
@@ -96,7 +97,8 @@ MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, 
   }
 }
 
-// Computes gradients out [rows, width] of x and of_weight [width] float32 from grad [rows, width]; grad and out have x's dtype.
+// Computes the gradient of x, out [rows, width], and that of the weight, of_weight [width] float32, from grad [rows, width]; grad
+// and out have the dtype of x.
 MARSRL_API void marsrl_rms_norm_gradients(const void* x, int is_bfloat16, int64_t stride, const float* weight,
                                           const float* scales, const void* grad, int64_t rows, int64_t width, void* out,
                                           float* of_weight, int num_threads) {

@@ -1,5 +1,5 @@
-// Sums over sets of samples and over sequences of tokens, in double and in the order of the index: the same sums, to
-// the bit, as PyTorch's index_add, which the references use. Compiled without FMA contraction for the same reason.
+// Sums over sets of samples and over sequences of tokens, in double and in order of index. They equal those of PyTorch's
+// index_add, which the references use, to the bit; for this the file is compiled without FMA contraction.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Set {
   double mean() const { return total / std::max(count, 1.0); }
   double std(bool is_unbiased) const { return std::sqrt(squares / std::max(is_unbiased ? count - 1 : count, 1.0)); }
   bool is_single() const { return count < 2; }
-  // Compare the extremes rather than std with 0: the mean of eight times 0.1 is not exactly 0.1.
+  // Compare the extremes, because std need not be 0: the mean of eight times 0.1 is not exactly 0.1.
   bool is_flat() const { return !is_single() && lowest == highest; }
 };
 
@@ -94,10 +94,10 @@ void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* se
 
 }  // namespace
 
-// Computes advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A mean is
-// over `compared` [S] without its NaNs, a variance over the rewards with weights [S]. A NaN reward is missing and gets 0;
-// so does a set whose rewards are all equal, and a set with one compared value unless keeps_single (mean 0, std 1). Rewards,
-// compared and advantage are float32, or float64 if is_float64.
+// Computes advantage [S] = (reward - mean) / (std + eps) over each sample's mean set and std set, whose ids lie in [0, S). Means
+// are over `compared` [S] without NaN, variances over the rewards with weights [S]. The advantage is 0 for a missing (NaN)
+// reward, in a set whose rewards are all equal, and in a set with one compared value. With keeps_single, such a set has mean 0
+// and std 1 instead. Rewards, compared and advantage are float32, or float64 if is_float64.
 MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, const double* weights, int is_float64,
                                        const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
                                        int is_unbiased, int keeps_single, double eps, void* advantage) {
@@ -118,7 +118,7 @@ MARSRL_API void marsrl_sequence_of(const void* cu_seqlens, int is_int64, int64_t
 }
 
 // Fills sums [2, S] with the sum of each sequence's values and the number of its tokens. values [T] is float32, or float64 if
-// is_float64, and not read where mask [T] is 0; a null mask reads all. cu_seqlens [S + 1] is int32 or int64.
+// is_float64, and is not read where mask [T] is 0; null: all are read. cu_seqlens [S + 1] is int32 or int64.
 MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const void* cu_seqlens,
                                      int is_int64, int64_t num_sequences, double* sums) {
   if (is_float64)

@@ -1,4 +1,4 @@
-// Passes over a row of logits, compiled once for each instruction set. softmax_terms.h has the arithmetic of an element.
+// Passes over a row of logits, compiled once for each instruction set. softmax_terms.h defines the arithmetic per element.
 #include "softmax_row.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@ inline int64_t end_of_block(int64_t begin, int64_t columns) {
   return begin + kBlock < columns ? begin + kBlock : columns;
 }
 
-// Prefetches the block after this one. The hardware prefetcher stops at the end of a page, and a block takes longer to
-// compute than to read.
+// Prefetches the next block, because the hardware prefetcher stops at the end of a page. Computing a block takes longer than
+// reading one, so the prefetch is in time.
 inline void prefetch_block(const float* x, int64_t begin, int64_t columns) {
   constexpr int64_t kLine = 64 / sizeof(float);
   for (int64_t i = begin; i < end_of_block(begin, columns); i += kLine) __builtin_prefetch(x + i);
@@ -35,7 +35,7 @@ struct RunningSums {
     maximum = value;
   }
 
-  // Origin that the terms of a block are relative to; 0 while all logits are -inf.
+  // Number that is subtracted from the logits of a block: the maximum, or 0 while all logits are -inf.
   float origin() const { return maximum > -INFINITY ? maximum : 0.0f; }
 };
 
@@ -46,8 +46,8 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// Passes once over a row of logits, block by block. Calls see_origin(block, maximum) with the largest logit so far, and then
-// keep(i, e) for each element i, with e = e^d relative to this maximum (0 while it is -inf).
+// Passes once over a row of logits, block by block. Calls see_origin(block, maximum) with the largest logit so far, then keep(i,
+// e) for each element i of the block, with e = e^d and d relative to the origin of this maximum.
 template <class SeeOrigin, class Keep>
 MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
                             Keep keep) {
@@ -83,7 +83,7 @@ MARSRL_CLONES void row_sums_and_exponentials(const float* x, int64_t columns, fl
                                              uint16_t* __restrict__ exponentials) {
   const float maximum = block_maximum(x, 0, columns), origin = maximum > -INFINITY ? maximum : 0.0f;
   double sum = 0, weighted = 0;
-  float wide[kBlock];  // float32 results; a loop that also converts them to bfloat16 would be vectorised at half the width
+  float wide[kBlock];  // float32 results: a loop that also converted them to bfloat16 would be vectorised at half the width
   for (int64_t begin = 0; begin < columns; begin += kBlock) {
     const int64_t size = end_of_block(begin, columns) - begin;
     float s = 0, w = 0;

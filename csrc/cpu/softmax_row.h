@@ -1,4 +1,4 @@
-// Operations of csrc/cpu on one row of float32 logits, and parts that its loops over rows share.
+// Operations on one row of float32 logits, and code that the loops over rows in csrc/cpu share.
 #pragma once
 #include <atomic>
 #include <cmath>
@@ -12,20 +12,21 @@ struct Sums {
   double weighted;  // sum of d e^d
 };
 
-// Number of elements whose terms are summed in float32; partial sums are double, so the error does not grow with the
-// vocabulary. A block's terms are relative to the largest logit so far. The block stays in the L1 cache between its two
-// passes: the row is read from memory once.
+// Number of elements in a block, whose terms are summed in float32. Sums of blocks are added in double, so the error does not
+// grow with the vocabulary. A block's terms are relative to the largest logit so far. The block stays in the L1 cache between its
+// two passes, so the row is read from memory once.
 constexpr int64_t kBlock = 512;
 
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
 void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* out);
 
-// Like row_sums, and replaces x by e^((x - origin) / tau), 0 where that is smaller than any normal number.
-// origins [num_blocks(columns)]: receives the origin of each block, the largest logit up to its end.
+// Like row_sums, but also replaces x by e^((x - origin) / tau), or by 0 where that is below the smallest normal float32. origins
+// [num_blocks(columns)]: receives the origin of each block, the largest logit up to the block's end.
 void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins);
 
-// Like row_sums for at most a few blocks, and writes e^((x - maximum) / tau) in bfloat16; relative to 0 if all of x is -inf.
+// Like row_sums, for a few blocks at most, but also writes e^((x - maximum) / tau) in bfloat16. If all of x is -inf, 0 takes the
+// place of the maximum.
 void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
                                uint16_t* exponentials);
 
@@ -57,7 +58,7 @@ struct Statistics {
   }
 };
 
-// First token whose target is not a column, over all threads.
+// Smallest token, over all threads, whose target is not a column.
 class BadTarget {
  public:
   void saw(int64_t token) {
@@ -77,7 +78,8 @@ inline void zero_columns(float* row, int64_t begin, int64_t end) {
   if (end > begin) std::memset(row + begin, 0, (end - begin) * sizeof *row);
 }
 
-// Moves the rows of x [rows, stride] with a coefficient to the front and lists their tokens. Returns their number.
+// Moves the rows of x [rows, stride] that have a nonzero coefficient to the front, and lists their tokens in `active`. Returns
+// their number.
 inline int64_t move_active_rows(float* x, int64_t stride, int64_t rows, const int64_t* tokens, int64_t first_token,
                                 const float* coefficient, const float* entropy_coefficient, int64_t* active) {
   int64_t kept = 0;

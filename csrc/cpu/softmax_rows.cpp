@@ -1,8 +1,7 @@
-// Softmax statistics of a float32 chunk of logits, row by row, then the gradient in place.
+// Softmax statistics of a chunk of float32 logits, row by row, and their gradient in place of the logits.
 //
-// softmax_terms.h has the arithmetic of an element. A row of `stride` floats holds `columns` real logits; the rest is
-// vocabulary padding, which is never read and gets gradient 0. `targets` are local column indices. Rows are independent:
-// the thread count changes nothing.
+// softmax_terms.h defines the arithmetic per element. A row of `stride` floats has `columns` real logits; the rest is vocabulary
+// padding, which is never read and gets gradient 0. Rows are independent, so results do not depend on the number of threads.
 #include <cstdint>
 
 #include "abi.h"
@@ -40,9 +39,9 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
   return bad.token_or_minus_1();
 }
 
-// Computes the part of some vocabulary columns, a shard or a tile: partials [4, rows] double = maximum, sum, weighted sum,
-// target logit.
-//   local_targets [rows]: outside [0, columns) = another part owns the target, and its logit is 0 here
+// Computes partial statistics of a vocabulary shard or tile: partials [4, rows] double = maximum, sum, weighted sum, target
+// logit.
+//   local_targets [rows]: a target outside [0, columns) belongs to another part, and its logit is 0 here
 //   exponentials [rows, exponentials_stride] bfloat16: receives e^d, 0 in padding; null: not wanted
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,
@@ -66,9 +65,9 @@ MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows
   }
 }
 
-// Computes gradients of a tile from the `exponentials` that marsrl_row_partials wrote; these stay unchanged.
-//   kept [rows]: indices into rows of exponentials and maxima; tokens [rows]: their indices in the packed arrays
-//   maxima: first line of the tile's partials
+// Computes gradients of a tile's logits from the `exponentials` that marsrl_row_partials wrote, which stay unchanged.
+//   kept [rows]: rows of exponentials and maxima to take; tokens [rows]: indices of these rows in the packed arrays
+//   maxima: first row of the tile's partials
 //   first_column: the tile's offset in the whole vocabulary, to which targets refer
 //   out [rows, stride]: columns from `columns` on are padding and become 0. Other arguments are as below.
 MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64_t exponentials_stride,
@@ -95,9 +94,9 @@ MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64
   }
 }
 
-// Turns the logits of the rows with a coefficient into their gradients, side by side.
+// Turns the logits of the rows with a nonzero coefficient into their gradients, and moves these rows to the front.
 //   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
-//   first_column: this shard's offset; targets are global
+//   first_column: this shard's offset in the whole vocabulary, to which targets refer
 //   active [rows]: receives the token of each row kept, in order
 // Returns the number of rows kept; the contents of rows of x are undefined afterwards.
 MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* tokens,
@@ -108,7 +107,7 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
                                         const float* entropy_coefficient, int64_t* active,
                                         int num_threads) {
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // rows of a single thread, which writes gradients in place; several threads move rows afterwards
+  int64_t kept = 0;  // rows that a single thread has written to the front; several threads move rows afterwards
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;

@@ -1,4 +1,4 @@
-// SwiGLU of rows that hold a gate and an up projection side by side, forward and backward in one pass each.
+// SwiGLU of rows that have a gate and an up projection side by side; forward and backward take one pass each.
 #include <cstdint>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// Returns 1 / (1 + e^-x); NaN at NaN. Below -88, where e^-x would overflow float32, the result is 6e-39.
+// Returns 1 / (1 + e^-x), and NaN for NaN. Below -88, where e^-x would overflow float32, the result is 6e-39.
 MARSRL_INLINE float sigmoid(float x) { return 1.0f / (1.0f + vector_exp(x < -kLargestExponent ? kLargestExponent : -x)); }
 
 template <class T>
@@ -24,7 +24,8 @@ MARSRL_INLINE void forward_row(const T* gate, int64_t width, float weight, T* ou
 template <class T>
 MARSRL_INLINE float backward_row(const T* gate, int64_t width, float weight, const T* grad, T* out) {
   const T* up = gate + width;
-  // Numbers summed in float32. Their sums are added in double, so the error does not grow with the width.
+  // Length of the pieces of a row that are summed in float32. Their sums are added in double, so the error does not grow with the
+  // width.
   constexpr int64_t kBlock = 512;
   double of_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
@@ -59,8 +60,8 @@ MARSRL_CLONES float backward_bfloat16(const uint16_t* gate, int64_t width, float
 
 }  // namespace
 
-// Computes out [rows, width] = silu(gate) up weight of products [rows, 2 width], the gate first. Both are float32, or bfloat16 if
-// is_bfloat16. weights [rows] float32; null: 1.
+// Computes out [rows, width] = silu(gate) * up * weight from products [rows, 2 width], in which the gate comes first. Both are
+// float32, or bfloat16 if is_bfloat16. weights [rows] float32; null: 1.
 MARSRL_API void marsrl_swiglu(const void* products, int is_bfloat16, const float* weights, int64_t rows, int64_t width,
                               void* out, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
@@ -75,7 +76,8 @@ MARSRL_API void marsrl_swiglu(const void* products, int is_bfloat16, const float
   }
 }
 
-// Computes out [rows, 2 width] from grad [rows, width], both in the products' dtype; grad_weights [rows] float32, null: not wanted.
+// Computes the gradient of products, out [rows, 2 width], from grad [rows, width], both in the dtype of products, and
+// grad_weights [rows] float32 (null: not wanted).
 MARSRL_API void marsrl_swiglu_gradients(const void* products, int is_bfloat16, const float* weights, const void* grad,
                                         int64_t rows, int64_t width, void* out, float* grad_weights, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)

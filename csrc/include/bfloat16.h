@@ -1,11 +1,11 @@
-// bfloat16, the upper half of a float32, as a bit pattern.
+// Conversions of bfloat16, the upper half of a float32, as a bit pattern.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #include "clones.h"
 
-// The nearest bfloat16, ties to even.
+// Returns the nearest bfloat16, ties to even.
 MARSRL_INLINE uint16_t to_bfloat16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -20,7 +20,7 @@ MARSRL_INLINE float from_bfloat16(uint16_t x) {
   return value;
 }
 
-// A number of either dtype, as a float32.
+// Returns a number of either dtype as float32.
 MARSRL_INLINE float load(const float* x) { return *x; }
 MARSRL_INLINE float load(const uint16_t* x) { return from_bfloat16(*x); }
 MARSRL_INLINE void store(float* out, float x) { *out = x; }

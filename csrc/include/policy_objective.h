@@ -7,7 +7,7 @@
 #include "vector_exp.h"
 
 enum Kind : int32_t { kClip = 0, kCispo = 1 };
-enum Correction : int32_t { kNoCorrection = 0, kTis = 1, kIcepop = 2 };  // tokens that sequence_mask masks are `dropped`
+enum Correction : int32_t { kNoCorrection = 0, kTis = 1, kIcepop = 2 };  // sequence_mask is kIcepop with a mean log_drift
 enum Kl : int32_t { kNoKl = 0, kK1 = 1, kK2 = 2, kK3 = 3 };
 
 struct Objective {
@@ -20,18 +20,18 @@ struct Objective {
   int32_t kind, correction, kl;
 };
 
-// Packed arrays, one element a token; null: not given.
+// Packed arrays with one element per token; null: not given.
 struct Tokens {
   const float* advantage;
-  const float* log_ratio;  // mean over the token's sequence; null: by `old_logprobs` of the token, or 0 if null too
-  const float* log_drift;  // mean over the token's sequence; null: by `rollout_logprobs` of the token
+  const float* log_ratio;  // mean over the token's sequence; null: from the token's `old_logprobs`, or 0 if null too
+  const float* log_drift;  // mean over the token's sequence; null: from the token's `rollout_logprobs`
   const float* old_logprobs;
-  const float* rollout_logprobs;  // null: a KL term uses `old_logprobs`, or importance 1 if null too
+  const float* rollout_logprobs;  // null: the KL term's importance uses `old_logprobs`, or is 1 if null too
   const float* reference_logprobs;
   const uint8_t* gate;     // gate of the token's sample
-  const uint8_t* dropped;  // the token loses every term
+  const uint8_t* dropped;  // 1: the token adds nothing to the loss
   const float* weight;     // factor on all terms, in addition to inverse_normaliser
-  const int64_t* agent;    // null: all agent 0
+  const int64_t* agent;    // null: all tokens are agent 0's
   const float* logprobs;
   const float* entropy;
   float* coefficient;
@@ -86,7 +86,8 @@ MARSRL_INLINE float clamped_log_ratio(float x) {
   return x > kLogRatioBound ? kLogRatioBound : x < -kLogRatioBound ? -kLogRatioBound : x;
 }
 
-// Returns `yes` if the option is on, by bit operations: GCC 12 does not vectorise a select with a loop-invariant condition.
+// Returns `yes` if the option is on. Uses bit operations, because GCC 12 does not vectorise a select with a loop-invariant
+// condition.
 MARSRL_INLINE float pick(bool option, float yes, float no) {
   uint32_t y, n;
   std::memcpy(&y, &yes, sizeof y);
@@ -97,8 +98,8 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
   return picked;
 }
 
-// Nothing branches on values that differ from token to token, and every condition selects a float, so that a loop over tokens
-// vectorises. Values of masked tokens are replaced before any arithmetic: NaN times 0 would be NaN.
+// A loop over tokens must vectorise, so nothing branches on values that differ from token to token, and every condition selects a
+// float. Values of masked tokens are replaced before any arithmetic, because NaN times 0 is NaN.
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
   const bool has_k3 = objective.kl == kK3, has_bonus = objective.entropy_coef != 0.0f;
@@ -129,7 +130,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float importance = pick(is_tis, raw > objective.correction_high ? objective.correction_high : raw, raw);
   const float kl = importance * pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
 
-  // Clip the ratio: CISPO on both sides, the clipped surrogate only on the side that improves it.
+  // Clip the ratio: CISPO at both bounds, the clipped surrogate only at the bound beyond which it would improve further.
   const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);

@@ -1,4 +1,4 @@
-// Arithmetic of one logit that all passes over a row share: its terms of the softmax statistics, and its gradient.
+// Arithmetic per logit that all passes over a row share: its terms in the softmax statistics, and its gradient dz.
 //
 //   d = (x - maximum) / tau,   p = e^d / sum,   log p_y and H = log sum - (sum of d e^d) / sum
 //   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH
@@ -7,8 +7,8 @@
 
 #include "vector_exp.h"
 
-// Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, 0 where it is
-// below the smallest normal float32.
+// Adds e^d to `sum` and d e^d to `weighted`. x = -inf adds nothing; NaN makes both NaN. Returns e^d, or 0 if that is below the
+// smallest normal float32.
 MARSRL_INLINE float add_softmax_term(float x, float maximum, float inverse_temperature, float& sum, float& weighted) {
   const float d = (x - maximum) * inverse_temperature;  // subtracting first gives exactly 0 at the maximum
   const float e = vector_exp(d);
@@ -25,7 +25,7 @@ MARSRL_INLINE float softmax_gradient(float x, float maximum, float inverse_tempe
   return -vector_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
 }
 
-// Like softmax_gradient for e = 0, with scale = -c / tau: most objectives have no entropy bonus.
+// Like softmax_gradient, for e = 0 (most objectives have no entropy bonus) and with scale = -c / tau.
 MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float inverse_temperature, float log_sum,
                                                 float scale) {
   return scale * vector_exp((x - maximum) * inverse_temperature - log_sum);

@@ -8,15 +8,15 @@
 constexpr float kSmallestExponent = -87.0f;  // e^-87 = 1.6e-38, the smallest normal float32 is 1.2e-38
 constexpr float kLargestExponent = 88.0f;    // e^88 = 1.7e38, the largest float32 is 3.4e38
 
-// exp(x) = (1 + slope r) scale, scale = 2^n.
+// Terms of exp(x) = (1 + slope r) scale, with scale = 2^n.
 struct ExpParts {
   float r, slope, scale;
 };
 
-// x = n ln 2 + r with |r| <= ln(2) / 2; exp(r) by the polynomial of degree 6 that is exactly 1 at 0 with the smallest
-// relative error (2e-9). The number of operations is small, as it bounds the speed of passes over a row of logits.
+// x = n ln 2 + r with |r| <= ln(2) / 2. exp(r) is a polynomial of degree 6 that is exactly 1 at 0 and has the smallest relative
+// error, 2e-9. It takes few operations, because these limit the speed of passes over a row of logits.
 MARSRL_INLINE ExpParts exp_parts(float x) {
-  const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer in the lowest bits
+  const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds x / ln 2 to an integer, in the lowest bits
   const float shifted = x * 1.44269504088896341f + kShift;
   const float n = shifted - kShift;
   float r = x - n * 0.693359375f;  // ln 2 in two parts: the first has trailing zeros, so that n times it is exact
@@ -35,21 +35,23 @@ MARSRL_INLINE ExpParts exp_parts(float x) {
   return {r, p, scale};
 }
 
-// exp(x) in float32 for x <= 88, error below 1 ulp with fused multiply-adds; 0 below kSmallestExponent; NaN at NaN.
+// Returns exp(x) in float32 for x <= 88, with an error below 1 ulp with fused multiply-adds; 0 below kSmallestExponent; NaN for
+// NaN.
 MARSRL_INLINE float vector_exp(float x) {
   const ExpParts e = exp_parts(x);
   return x < kSmallestExponent ? 0.0f : (e.slope * e.r + 1.0f) * e.scale;
 }
 
-// exp(x) - 1 for x <= 88 without cancellation near 0, error below 2 ulp; -1 below kSmallestExponent; NaN at NaN.
+// Returns exp(x) - 1 for x <= 88, without cancellation near 0 and with an error below 2 ulp; -1 below kSmallestExponent; NaN for
+// NaN.
 MARSRL_INLINE float vector_expm1(float x) {
   const ExpParts e = exp_parts(x);
   return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
-// log(x) for positive normal x, with error below 2e-6 near 1 and below 1e-5 elsewhere. Inputs were rounded to bfloat16, an
-// error of 4e-3 already. At 0 the result is finite and below -87; NaN at NaN.
-// x = 2^n (1 + r) with 1 + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
+// Returns log(x) for positive normal x, with an error below 2e-6 near 1 and below 1e-5 elsewhere; inputs already have an error of
+// 4e-3, because they were rounded to bfloat16. At 0 the result is finite and below -87; for NaN it is NaN. x = 2^n (1 + r) with 1
+// + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
 MARSRL_INLINE float vector_log(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
