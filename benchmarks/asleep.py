@@ -1,10 +1,10 @@
-"""Level-2 sleep of an engine in another process on this GPU, its wake, and new weights by CUDA IPC: is every tensor as sent?
+"""Check level-2 sleep of an engine in another process on this GPU, its wake, and new weights by CUDA IPC.
 
     python benchmarks/asleep.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 
-This is what rollout.placement=colocated does at each step, without Ray: the engine scores, sleeps without its weights, is woken,
-receives changed weights in its own memory, and scores again. The checksum of each tensor is compared with the one sent. --tiny is
-for a CPU: our engine, which has nothing to free, and the CPU twin of IPC.
+This is what rollout.placement=colocated does at each step, without Ray. The engine scores, sleeps without its weights, is woken,
+receives changed weights into its own memory, and scores again. The checksum of each received tensor is compared with that of the
+sent one. --tiny is for a CPU: it uses our engine, which has nothing to free, and the CPU twin of IPC.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDS = 3
 
 
 def engine(kind: str, device: str, model_dir: str, dtype: str) -> Any:
-    """Build the engine in its process."""
+    """Build the engine; called in the engine's process."""
     options = VllmOptions(gpu_memory_utilization=0.35, max_num_seqs=16)
     spec = EngineSpec(kind, model_dir, dtype, 1024, device=device, vllm=options, sleeps=True)
     os.environ.update(environment_of(spec))

@@ -1,4 +1,4 @@
-"""Comparison with another git revision: did a change make our kernels faster?"""
+"""Comparison of our kernels with those of another git revision, to see whether a change made them faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TURNS = 3
 
 
 def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
-    """Print the ratio of our times here and at `revision` for each table; the two revisions' processes alternate."""
+    """Print our time at `revision` divided by our time now, for each table; processes of the two revisions alternate."""
     seconds: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"

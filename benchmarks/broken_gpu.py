@@ -12,5 +12,5 @@ def pytest_runtest_logreport(report: Any) -> None:
     if report.failed and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
-        except RuntimeError:  # After an illegal address every call fails.
+        except RuntimeError:  # After an illegal address every call of CUDA fails.
             os._exit(77)

@@ -2,12 +2,12 @@
 
     python benchmarks/carry.py --out build/carried [--piece-mib 48] [--torch DIR] FOLDER ... FILE.whl ...
 
-A FOLDER of wheels becomes one archive, FOLDER.zip, compressed with LZMA, without the files that a training GPU never reads
-(LEFT_OUT) and without the machine code of other GPUs than sm_90 (H100, H200). A FILE.whl stays as it is. Both are cut into pieces
-NAME.1of3.DIGEST. `gpu_suite.py --wheels DIR` joins and unpacks an archive once all its pieces are in DIR.
+A FOLDER of wheels becomes one archive, FOLDER.zip, compressed with LZMA, without the files that training on this GPU never reads
+(LEFT_OUT) and without machine code for GPUs other than sm_90 (H100, H200). A FILE.whl is not changed. Archives and wheels are cut
+into pieces NAME.1of3.DIGEST. `gpu_suite.py --wheels DIR` joins and unpacks an archive once all its pieces are in DIR.
 
---torch DIR is an installed torch package of the other machine's version: every symbol that the packed libraries expect of torch
-is looked up there with `nm`, and a missing one is an error.
+--torch DIR is an installed torch package of the version on the other machine. Every torch symbol that the packed libraries expect
+is looked up in it with `nm`, and a missing symbol is an error.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PIECE = re.compile(r"(?P<name>.+)\.(?P<number>\d+)of(?P<count>\d+)\.(?P<digest>[
 
 
 def entries(library: bytes) -> Iterator[list[tuple[int, int, int, int]]]:
-    """Yield the entries of each fat binary of a library: (kind, architecture, offset of the code, size of the code in bytes).
+    """Yield (kind, architecture, offset of the code, size of the code in bytes) for each entry of a library's fat binaries.
 
-    The layout is that of CUDA's fatbinary.h, as public decompressors read it. A fat binary is skipped unless its entries fill it
-    exactly.
+    A fat binary holds code for several GPUs, in the layout of CUDA's fatbinary.h, as public decompressors read it. It is skipped
+    unless its entries fill it exactly.
     """
     start = FATBIN.pack(MAGIC, 1, FATBIN.size, 0)[:8]
     at = library.find(start)
@@ -65,9 +65,9 @@ def entries(library: bytes) -> Iterator[list[tuple[int, int, int, int]]]:
 
 
 def for_one_gpu(library: bytes, gpu: int = GPU) -> bytes:
-    """Replace the code that this GPU does not run by zeros, and return the library; all offsets stay.
+    """Return the library with zeros in place of code that this GPU does not run; all offsets stay.
 
-    Only machine code for this architecture stays. In a fat binary without it, PTX for this or an earlier architecture stays.
+    Machine code for this architecture stays. If a fat binary has none, PTX for this or an earlier architecture stays.
     """
     kept = bytearray(library)
     for fat_binary in entries(library):
@@ -87,7 +87,7 @@ def symbols(library: Path, which: str) -> set[str]:
 
 
 def missing_symbols(library: bytes, of_torch: set[str]) -> list[str]:
-    """Return the symbols that a library expects of torch and that torch does not define."""
+    """Return the torch symbols that a library expects and that torch does not define."""
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(library)
         file.flush()
@@ -96,9 +96,9 @@ def missing_symbols(library: bytes, of_torch: set[str]) -> list[str]:
 
 
 def bundle(wheels: list[Path], archive: Path, of_torch: set[str]) -> list[str]:
-    """Write the wheels' files as one archive; return `library: symbol` for each symbol that torch lacks.
+    """Write the wheels' files as one archive; return `library: symbol` for each expected symbol that torch lacks.
 
-    of_torch: symbols that torch defines; empty: not checked.
+    of_torch: symbols that torch defines; empty: symbols are not checked.
     """
     missing = []
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_LZMA) as packed:
@@ -124,7 +124,7 @@ def digest_of(content: bytes) -> str:
 
 
 def cut(file: Path, out: Path, piece_bytes: int) -> list[Path]:
-    """Write a file's pieces in place of earlier ones; return their paths."""
+    """Write a file's pieces, in place of earlier pieces, and return their paths."""
     for path in out.iterdir():
         if (match := PIECE.fullmatch(path.name)) and match["name"] == file.name:
             path.unlink()
@@ -139,10 +139,10 @@ def cut(file: Path, out: Path, piece_bytes: int) -> list[Path]:
 
 
 def join(folder: Path) -> list[str]:
-    """Join the pieces of each complete file in a folder, beside them; return a line for each file that lacks pieces.
+    """Join the pieces of each complete file in a folder, next to the pieces; return a line for each file that lacks pieces.
 
     Raises:
-        ValueError: joined pieces differ from the file that was cut.
+        ValueError: the joined file differs from the file that was cut.
     """
     parts: dict[tuple[str, int, str], dict[int, Path]] = {}
     for path in folder.iterdir():

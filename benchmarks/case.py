@@ -32,10 +32,10 @@ def normal(shape: Shape) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one table; 0 for sizes that a case does not use.
+    """Shape of one table; sizes that a case does not use are 0.
 
-    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: share of rows that are trained, and
-    share with a coefficient; 1 and 1: all rows. note: why this shape is measured.
+    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share: share of the rows that are trained (in the mask).
+    active_share: share of the rows with a nonzero coefficient. note: why this shape is measured.
     """
 
     device: str
@@ -64,9 +64,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """Implementation to compare. run: one forward and backward with cleared gradients; returns the results to judge.
+    """Implementation to compare. run: does one forward and backward with cleared gradients, and returns the results to check.
 
-    does: a description, if it does less than ours. prepare: called before each run, not timed. Calling the variant calls both.
+    does: what the implementation computes, if that is less than ours. prepare: called before each run, without being timed.
+    Calling the variant calls `prepare` and `run`.
     """
 
     name: str
@@ -82,9 +83,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compared:
-    """Inputs and outputs of a case whose variants are functions of the tensors `inputs`. outputs: names of the results.
+    """Inputs and results of a case whose variants are functions of the tensors `inputs`. outputs: names of the results.
 
-    If a gradient of the first output is given, the function also runs backward, and results include the gradients of inputs.
+    If a gradient of the first output is given, the backward also runs, and the results include the gradients of inputs.
     """
 
     inputs: Mapping[str, Tensor]
@@ -95,7 +96,7 @@ class Compared:
         return Variant(name, partial(self._run, function, self.inputs), does, self._clear)
 
     def judge(self, definition: Callable[..., Outputs]) -> Judgement:
-        """Compute the definition in float64, and at the inputs' own dtypes."""
+        """Compute the reference definition in float64 and in the inputs' own dtypes."""
         exact, plain = (
             {name: values.detach().to(dtype, copy=True).requires_grad_() for name, values in self.inputs.items()}
             for dtype in (torch.float64, None)
@@ -120,7 +121,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Missing:
-    """Variant that cannot run here, and the reason."""
+    """Variant that cannot run on this machine, with the reason."""
 
     name: str
     reason: str
@@ -128,9 +129,9 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Results of Bench.judge: exact ones, and those of plain PyTorch.
+    """Results that a variant is judged by: exact ones, and those of plain PyTorch.
 
-    scales, apart: arguments of assert_accurate by name of the result; 0 and None for missing names.
+    scales, apart: arguments of assert_accurate, by name of the result; missing names get 0 and None.
     """
 
     exact: Results
@@ -139,19 +140,20 @@ class Judgement:
     apart: Results = field(default_factory=dict)
 
     def check(self, name: str, what: str, found: Tensor) -> None:
-        """Call assert_accurate on the result `what`, with this name in its message."""
+        """Call assert_accurate on the result `what`, with `name` in its message."""
         scale, apart = self.scales.get(what, 0.0), self.apart.get(what)
         assert_accurate(f"{name}, {what}", found, self.exact[what], self.plain[what], scale, apart=apart)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One case at one shape. candidates: variants that run, and variants that cannot run here.
+    """One case at one shape. candidates: the variants, those that cannot run on this machine included.
 
-    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the input's dtype, against which
-    assert_accurate compares the variant `ours`. Called once, and never in a child process that measures memory. flops, bytes:
-    minimum work of the job by formula, with each input read once and each result written once. result_bytes: size of the results
-    that every variant must allocate (dX and dW); peak memory is reported without them. notes: remarks about the table.
+    judge: computes the Judgement by which variants are checked. It is called once, and never in a child process that measures
+    memory.
+    flops, bytes: minimum work by formula, with each input read once and each result written once.
+    result_bytes: size of the results that every variant must allocate (dX and dW), which peak memory excludes.
+    notes: remarks printed with the table.
     """
 
     candidates: Sequence[Variant | Missing]
@@ -168,7 +170,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """A case and its name on the command line. shapes(device, quick): shapes to measure; quick: tiny ones, as a smoke test."""
+    """Case with its name on the command line. shapes(device, quick): shapes to measure; with quick, tiny ones as a smoke test."""
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]

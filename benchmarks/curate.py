@@ -3,13 +3,13 @@
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 
 Prompts are 10 to 40 words of a made-up vocabulary with Zipf frequencies. A fifth are edited copies of an earlier prompt: case,
-white space and punctuation changed; a word replaced; a word left out; two words replaced. A copy should be dropped if its true
-Jaccard similarity to the original, by the stage's shingles, reaches the threshold.
+white space and punctuation changed; a word replaced; a word left out; two words replaced. A copy should be dropped if its exact
+Jaccard similarity to the original, computed from the same shingles as in the near-duplicates stage, reaches the threshold.
 
     recall      share of the prompts to drop that are dropped
     precision   share of the dropped prompts that should be
-    seconds     of the whole command in a separate process: jsonl in, two stages, curated.jsonl and the report out
-    memory      peak of that process
+    seconds     time of the whole command in a separate process, from reading jsonl to writing curated.jsonl and the report
+    memory      peak memory of that process
 
 The target is a million prompts within 10 minutes and 4 GB on 2 cores. `ratio:` is 10 minutes, scaled to this number of rows,
 divided by the seconds.
@@ -42,7 +42,7 @@ _CONFIG = NearDuplicatesConfig()
 
 
 def write_prompts(path: Path, num_rows: int) -> dict[int, tuple[str, float]]:
-    """Write the file. Return for each edited prompt, by line from 1: (kind, similarity to its original)."""
+    """Write the prompts; return {line number from 1: (kind of edit, similarity to the original)} of the edited prompts."""
     drawn = random.Random(0)
     vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 Make = Callable[[str, str], Any]
-"""(model_dir, dtype) -> an engine; called in its process."""
+"""Function of (model_dir, dtype) that returns an engine; called in the engine's process."""
 
 _engines: list[Any] = []  # holds a single engine, in the child process
 
@@ -32,12 +32,12 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class EngineProcess:
-    """Single engine with the part of a replica pool's interface that a weight sync calls."""
+    """Single engine in a child process, with those methods of pool.Replicas that a weight sync calls."""
 
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
     ) -> None:
-        # A forked child keeps this checkout's modules, even if another marsrl is installed.
+        # A forked child uses this checkout's modules, even if another marsrl is installed.
         context = multiprocessing.get_context(start)
         self._process = ProcessPoolExecutor(1, context, _begin, (make, model_dir, dtype))
 
@@ -47,7 +47,7 @@ class EngineProcess:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
     ) -> dict[int, Any]:
-        """Call the engine as pool.Replicas does. on_lost is unused: an exit of the process raises."""
+        """Call a method of the engine, like pool.Replicas. on_lost is unused: if the process exits, this raises."""
         return {0: self._process.submit(_call, method, arguments[0]).result()}
 
     def close(self) -> None:

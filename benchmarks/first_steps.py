@@ -1,9 +1,9 @@
-"""Two steps of configs/single_gpu.yaml with a random model, started as by a user: with vLLM if installed, otherwise our engine.
+"""Run two steps of configs/single_gpu.yaml with a random model, like a user: with vLLM if installed, otherwise our engine.
 
     python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 
-A random model earns no reward, and without a spread of rewards no token has an advantage. An entropy bonus gives each token a
-gradient, so that a whole step is played, trained, published and compared.
+A random model gets no reward, so no token has an advantage. An entropy bonus gives each token a gradient, so that a whole step is
+played, trained and published, and its log-probs are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 2
 
 
 def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
-    """Return changes to the preset that save time and need no model."""
+    """Return settings that make the preset fast and need no real model."""
     tokens = 16 if is_tiny else 256
     changed = [
         f"policies.main.model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"run.dir={folder / 'runs'}",

@@ -5,7 +5,8 @@
 
 Prints:
 
-    calls       calls/s, rank 0's CPU time and memory, for many concurrent sessions of 8 calls with 320 answer tokens. A Solver
+    calls       calls/s, and rank 0's CPU time and memory, for many concurrent sessions of 8 calls with 320 answer tokens. A
+    Solver
                 continues its sample, a Critic starts new ones. There is one worker process, engines cost nothing, and the
                 tokenizer has the size of Qwen's. The CPU time is that of the player and the gateway's server, without the
                 engines'. Memory is Python's peak allocation during a stage.
@@ -34,16 +35,16 @@ from rollout import Child, Side, measured, show_ratio
 
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions per problem
-PAIRS = 4  # pairs of calls per session
-ANSWER = "this follows from the line before, and so on; " * 7  # bytes; each is a token
-POLL_S = 0.1  # the interval of player/rollout.py
+PAIRS = 4  # pairs of calls (Solver, Critic) per session
+ANSWER = "this follows from the line before, and so on; " * 7  # each byte is a token
+POLL_S = 0.1  # seconds between polls, as in player/rollout.py
 TOKENS = 1 << 16  # minimum number of tokens decoded in a turn
 SESSIONS = 256  # sessions per stage when tokens are counted
-OVERLAP = 2  # with 1, engines would idle until the longest session ends a stage
+OVERLAP = 2  # with 1, engines would idle until the longest session of a stage ends
 
 
 def alternate(problem: Any, client: Any) -> float:
-    """Run the program that measures calls: each report goes to the Solver, whose sample continues."""
+    """Run the program whose calls are measured: each report of the Critic goes to the Solver, whose sample continues."""
     turns: list[Any] = [problem.question]
     for _ in range(PAIRS):
         solution = client.chat("solver", turns)
@@ -53,7 +54,7 @@ def alternate(problem: Any, client: Any) -> float:
 
 
 def in_turn(problem: Any, client: Any) -> float:
-    """Run the program that measures tokens: the team of in_turn.py."""
+    """Run the program whose tokens are measured: the team of in_turn.py."""
     solution = client.chat("solver", [problem.question])
     report = client.chat("verifier", [f"{problem.question}\n{solution.text}"])
     client.chat("solver", [f"{problem.question}\n{solution.text}\n{report.text}"])
@@ -144,10 +145,10 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
 
 def play(model_dir: str, orchestration: str) -> Side:
-    """Yield, for each message of the parent, {"tokens", "seconds"} of decoding at least TOKENS tokens."""
+    """For each message of the parent, decode at least TOKENS tokens and yield {"tokens", "seconds"}."""
     from marsrl.rollout.imports import imports_for_good
 
-    with imports_for_good():  # runs import this way too
+    with imports_for_good():  # as in runs
         from marsrl.rollout.player.rollout import Rollout
         from marsrl.trainer.build import open_team
         from marsrl.trainer.checks.preflight import preflight
@@ -170,7 +171,7 @@ def play(model_dir: str, orchestration: str) -> Side:
         answer: Any = None
         with closing(rollout):
             while True:
-                with rollout.resting():  # the other team is measured meanwhile
+                with rollout.resting():  # while the other team is measured
                     yield answer
                 before, start = sum(pool.num_decoded()), time.perf_counter()
                 while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
@@ -179,7 +180,7 @@ def play(model_dir: str, orchestration: str) -> Side:
 
 
 def over_native(turns: int) -> list[dict[str, Any]]:
-    """Return the turns of the program and of the native team, without the warm-up."""
+    """Measure the program and the native team in turns; return the turns without the warm-up."""
     from marsrl.trainer.models.init_model import init_model
 
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ QUERY = (
 
 
 def gpu_state() -> str:
-    """Return `field value` of each field of QUERY, one line per GPU; or why it is unknown."""
+    """Return a line per GPU with `field value` for each field of QUERY, or the reason why the state is unknown."""
     try:
         completed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20

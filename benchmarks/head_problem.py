@@ -1,4 +1,4 @@
-"""Inputs, float64 results and lower bound for the two ops that go from hidden states to log-probs or to the loss."""
+"""Inputs, float64 results and lower bound of time for linear_logprob and linear_policy_loss."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 
-PLAIN_ROWS = 4096  # rows per part for plain PyTorch, whose full logits of larger batches would not fit
+PLAIN_ROWS = 4096  # rows per part for plain PyTorch, because the full logits of more rows would not fit
 EXACT_BYTES = 2**28  # size of one float64 chunk of logits
 
 Rows = slice | Tensor
-# Maps (log-probs [R], entropy [R] or None, rows) to these rows' part of the differentiated scalar.
+# Function of (log-probs [R], entropy [R] or None, rows) that returns the part of the differentiated scalar from these rows.
 Objective = Callable[[Tensor, Tensor | None, Rows], Tensor]
 LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(hidden [T, H], weight [V, H], targets [T]) -> log-probs [T] and entropy [T] or None, differentiable."""
+"""Differentiable function of (hidden [T, H], weight [V, H], targets [T]) that returns log-probs [T], and entropy [T] or None."""
 
 
 def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log-prob of the target and entropy through the full logits, as a trainer without kernels does."""
+    """Compute log-prob of the target and entropy from full logits, like a trainer without kernels."""
     logits = F.linear(hidden, weight)
     logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
@@ -32,7 +32,7 @@ def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def eager_logprob_detached(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute eager_logprob with the entropy as a metric only, so that nothing is saved for its gradient."""
+    """Compute eager_logprob with an entropy without gradient, as for a metric, so that less is saved for the backward."""
     logp = torch.log_softmax(F.linear(hidden, weight).float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
     with torch.no_grad():
@@ -47,10 +47,11 @@ def compiled(function):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs: hidden [T, H] and weight [V, H] are leaves at the shape's dtype; the others as in linear_policy_loss.
+    """Inputs: hidden [T, H] and weight [V, H], in the shape's dtype, require gradients; others are as in linear_policy_loss.
 
-    Logits are about N(0, 2), so the entropy is well below log V, as in a trained model. If mask_share is below 1, the first half
-    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage.
+    Logits are distributed about as N(0, 2), so the entropy is well below log V, as in a trained model. If mask_share is below 1,
+    the first half of each sequence (its prompt) is outside the mask. Of the sequences, a share of active_share / mask_share has
+    an advantage.
     """
 
     hidden: Tensor
@@ -78,7 +79,7 @@ class HeadInputs:
 
 
 def make_inputs(shape: Shape) -> HeadInputs:
-    """Return inputs that are equal for every variant and in every process."""
+    """Return the inputs, which are equal for every variant and in every process."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def randn(*size: int) -> Tensor:
@@ -89,7 +90,7 @@ def make_inputs(shape: Shape) -> HeadInputs:
     weight = (randn(shape.vocab, shape.hidden) * (2 * shape.hidden**-0.5)).to(dtype).requires_grad_()
     targets = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=shape.device)
     advantages = randn(shape.sequences)
-    advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)  # keeps all of them away from 0
+    advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)  # no advantage is close to 0
     mask = None
     if shape.mask_share < 1:
         mask = torch.arange(shape.tokens, device=shape.device) % length >= length * (1 - shape.mask_share)
@@ -109,9 +110,9 @@ def make_inputs(shape: Shape) -> HeadInputs:
 def through_logprobs(
     inputs: HeadInputs, objective: Objective, call: LogprobFunction, kept: Tensor | None = None
 ) -> Results:
-    """Compute value (the scalar), logprobs, entropy, dX and dW with a function that returns log-probs.
+    """Compute the results value (the differentiated scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
 
-    kept: rows passed to the function, all of the mask; results of other rows are 0.
+    kept: the rows that are passed to the function, which include the mask; results of other rows are 0.
     """
     rows: Rows = slice(None) if kept is None else kept
     hidden = inputs.hidden if kept is None else inputs.hidden[kept]
@@ -130,7 +131,7 @@ def through_logprobs(
 
 
 def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
-    """Return float64 results and plain PyTorch's: value (the scalar), logprobs, entropy, dX, dW."""
+    """Return the results in float64 and by plain PyTorch: value (the differentiated scalar), logprobs, entropy, dX, dW."""
     vocab = inputs.weight.shape[0]
     has_no_target = torch.ones(vocab, dtype=torch.bool, device=inputs.weight.device)
     has_no_target[inputs.targets] = False
@@ -139,7 +140,7 @@ def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
 
 
 def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_rows: int) -> Results:
-    """Compute the results by autograd at this dtype, num_rows rows at a time."""
+    """Compute the results by autograd in this dtype, num_rows rows at a time."""
     num_tokens = inputs.targets.numel()
     hidden, weight = inputs.hidden.detach().to(dtype), inputs.weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32), requires_grad=False)
@@ -164,12 +165,12 @@ def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_
 
 
 def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
-    """Return variants of the job's three matrix products alone, and a sentence about them.
+    """Return two variants that compute only the three matrix products, and a sentence about them.
 
-    The floor allocates its results, as each variant must allocate dX and dW. The second variant reuses all its buffers, which no
-    real variant can. CPU: float32 products. bfloat16 input is converted beforehand and not timed, because torch has no CPU
-    product of bfloat16 that returns float32, and float32 statistics are required. dX and dW are bfloat16, so they use bfloat16
-    products if the CPU has instructions for them.
+    The first variant, the floor, allocates its results, because each variant must allocate dX and dW. The second variant reuses
+    all buffers, which no real variant can. On a CPU the products of bfloat16 input are float32, because float32 statistics are
+    required and torch has no CPU product of bfloat16 that returns float32; the input is converted beforehand, which is not timed.
+    dX and dW are bfloat16 products if the CPU has instructions for them.
     """
     is_cuda = inputs.hidden.is_cuda
     trained = round(shape.tokens * shape.mask_share)
@@ -209,22 +210,22 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
 
 
 def head_flops(shape: Shape) -> float:
-    """Return (2m + 4a) THV: logits of the trained rows, dX and dW of the active rows."""
+    """Return the FLOPs, (2m + 4a) THV: logits of the trained rows (share m), dX and dW of the active rows (share a)."""
     return (2 * shape.mask_share + 4 * shape.active_share) * shape.tokens * shape.hidden * shape.vocab
 
 
 def result_bytes(inputs: HeadInputs) -> int:
-    """Return the bytes of dX and dW at the dtype of the input."""
+    """Return the size of dX and dW in bytes, in the dtype of the input."""
     return inputs.hidden.nbytes + inputs.weight.nbytes
 
 
 def head_bytes(inputs: HeadInputs) -> float:
-    """Return the minimum bytes: hidden, weight, dX and dW once each; per token target, old log-prob, log-prob and entropy."""
+    """Return the minimum bytes: hidden, weight, dX and dW, and target, old log-prob, log-prob and entropy per token."""
     return 2 * result_bytes(inputs) + inputs.targets.numel() * (8 + 3 * 4)
 
 
 def head_shapes(device: str, quick: bool, *, with_masks: bool) -> list[Shape]:
-    """Return shapes: small enough for one CPU thread; on a GPU a 1-2B model's head, whole and as tensor-parallel shards."""
+    """Return the shapes: for a CPU thread small ones, for a GPU the head of a 1-2B model, whole and in tensor-parallel shards."""
     if quick:
         sizes = [Shape(device, "float32", tokens=64, hidden=32, vocab=1000, sequences=4)]
     elif device == "cpu":

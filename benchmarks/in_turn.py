@@ -1,4 +1,4 @@
-"""Team of gateway.py's `in_turn` as an orchestration, with the same prompts and number of samples."""
+"""The team of `in_turn` in gateway.py as an orchestration, with the same prompts and number of samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class InTurn(SolverVerifier):
-    """Orchestration of a solution, a report on it that never approves, and a solution that reads both."""
+    """Orchestration of three samples: a solution, a report that never approves it, and a second solution that reads both."""
 
     name = "in_turn"
 

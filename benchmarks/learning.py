@@ -5,10 +5,10 @@
     python benchmarks/learning.py preset=cpu_search_team [key.sub=value ...]
     python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
-Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. The table says for every
-seed whether the reward rose (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and
-after RL. There are two rewards: the Solver's, whose inputs do not change, and the mean over all samples, whose mix changes (the
-first steps have no Correctors, and the last ones leave them only the remaining errors).
+Each seed is a whole run through torchrun, like a user's: warm start, evaluation, RL, evaluation. The table has for every seed the
+rise of the reward (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and after RL.
+There are two rewards: the Solver's, whose inputs do not change, and the mean over all samples. The mix of samples changes: the
+first steps have no Correctors, and in the last steps Correctors get only the remaining errors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REWARDS = {
 
 
 def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str, float]]:
-    """Run once; return the summary, and by how many standard errors each of the team's REWARDS rose."""
+    """Run once; return the run's summary, and the rise of each of the team's REWARDS in standard errors."""
     name = f"seed{seed}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
     subprocess.run(
@@ -53,9 +53,9 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str,
 
 
 def rise(rewards: list[float]) -> float:
-    """Return (mean of the last quarter of the steps - mean of the first) / its standard error, with steps treated as independent.
+    """Return (mean of the last quarter of the steps - mean of the first) / standard error; steps are treated as independent.
 
-    rewards: mean reward of each step that had one.
+    rewards: mean reward per step, for steps that have one.
     """
     quarter = max(2, len(rewards) // 4)
     first, last = rewards[:quarter], rewards[-quarter:]
@@ -64,14 +64,14 @@ def rise(rewards: list[float]) -> float:
 
 
 def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
-    """Return a seed's criteria by name; True if met."""
+    """Return a seed's criteria as {name: True if met}."""
 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     criteria = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
-    if verifier is not None and "solver" in after.rows:  # otherwise the Solver is the system, or there is none
+    if verifier is not None and "solver" in after.rows:  # otherwise the Solver is the whole team, or there is no Solver
         criteria[f"{verifier} +.05"] = gain(verifier) >= 0.05
         criteria["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**criteria, "system +.10": gain("system") >= 0.10}
@@ -97,7 +97,7 @@ def main() -> int:
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
                 if a.mean is None or b.mean is None:
-                    continue  # this agent is not judged
+                    continue  # no criterion for this agent
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

@@ -1,7 +1,7 @@
-"""Peak memory of one call beyond what was allocated before it.
+"""Peak memory of one call beyond the memory allocated before the call.
 
-On a GPU torch's allocator counts. On the CPU each variant runs in a separate process and the kernel's VmHWM counts, which is
-reset after the inputs and a first call (/proc/self/clear_refs).
+On a GPU it is read from torch's allocator. On the CPU each variant runs in a separate process, and it is the VmHWM of Linux,
+which is reset (/proc/self/clear_refs) after the inputs were made and a first call was done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHILD_LIMIT_S = 600
 
 
 class PeakMemory:
-    """Peak bytes beyond those held when this object was created: of torch's allocator on a GPU, otherwise resident bytes."""
+    """Peak bytes beyond those held when this object was created: torch's allocations on a GPU, resident memory otherwise."""
 
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -57,7 +57,7 @@ def of_call_on_gpu(run: Callable[[], Any]) -> int:
 
 
 def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int]:
-    """Return peak bytes of the variants that do not fail, measured in a child that forks once per variant."""
+    """Return the peak bytes of the variants that do not fail, measured in a child process that forks once per variant."""
     command = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
     completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHILD_LIMIT_S, check=True)
     return dict(json.loads(line) for line in completed.stdout.splitlines() if line.startswith("["))
@@ -80,14 +80,14 @@ def _child(case_name: str, shape_json: str, *names: str) -> int:
 
 
 def _measure(variant: Variant) -> int:
-    # The first call compiles, and fills the libraries' own buffers. It runs in a separate thread, so that buffers which a variant
-    # keeps per thread are allocated again, and counted.
+    # The first call compiles, and allocates the libraries' internal buffers. It runs in a separate thread, so that the measured
+    # call allocates the buffers that a variant keeps per thread, and these are counted.
     first = threading.Thread(target=variant)
     first.start()
     first.join()
     variant.prepare()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that the heap retained would be reused unnoticed
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that the heap retained would not be counted
     peak = PeakMemory(is_cuda=False)
     results = variant.run()
     extra = peak.extra_bytes()

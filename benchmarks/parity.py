@@ -11,20 +11,20 @@ samples of uneven length, clipping relative to rollout log-probs, DMMPT, and the
     loss       |difference| of one step                                                            at most 2e-6
     gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1.5e-6
     sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
-    adam       the same after two AdamW steps; without a limit, since AdamW follows the sign even of a rounding error
+    adam       the same after two AdamW steps; has no limit, because AdamW follows the sign even of a rounding error
 
 The gradient is computed from the weights before and after one SGD step with a large power of two as learning rate, so it includes
 reduction, scatter, update and gather.
 
-Adapters are compared with PEFT on transformers in float64. They are of attention and experts if the layout has expert
-parallelism, otherwise of a Qwen3's attention and MLP:
+Adapters are compared with PEFT on transformers in float64. They adapt attention and experts if the layout has expert parallelism,
+otherwise attention and MLP of a Qwen3:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   of A and B: largest |difference| over the tensor's largest entry, the worst tensor   at most 5e-6
     logprobs   largest |difference|, nats                                                          at most 2e-5
     norm       relative difference of the gradient's norm                                          at most 1e-5
 
- Ends with the number of lines that FAIL; the exit code is 1 if there are any.
+ The last line has the number of lines that FAIL; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ VOCABULARY = 323
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
 COLUMNS = (*LIMITS, "adam")
 REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
-PROBE_LR = 4096.0  # a power of two, so that (before - after) / lr is the gradient without another rounding
+PROBE_LR = 4096.0  # a power of two, so that (before - after) / lr is the gradient without another rounding error
 SGD_LR = 0.5
 
 
@@ -115,8 +115,8 @@ CASES = (
 def with_exact_attention() -> None:
     """Disable torch's fused attention on a CPU.
 
-    Its exp is off by up to 20 ulp, differently at each position in a block, which would dominate the differences (up to 1.2e-6 of
-    a gradient).
+    The error of its exp is up to 20 ulp and depends on the position in a block. It would dominate the differences (up to 1.2e-6
+    of a gradient).
     """
     torch.backends.cuda.enable_flash_sdp(False)
 
@@ -157,15 +157,16 @@ def samples() -> list[Any]:
     return out
 
 
-# In float32 no entropy or probability is close to these thresholds; they mask four of the eight positive samples.
+# No entropy or probability is so close to these thresholds that float32 rounding matters; they mask four of the eight positive
+# samples.
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 
 def loss_of(
     model: Any, sequences: list[Any], dtype: torch.dtype
 ) -> tuple[list[Any], torch.Tensor, int, dict[str, torch.Tensor]]:
-    """Run transformers' model on one sequence at a time. Return (samples with rollout log-probs near its own, loss, masked,
-    log-probs).
+    """Run transformers' model on one sequence at a time. Return (samples, loss, masked tokens, log-probs); the samples get
+    rollout log-probs near those of the model.
     """
     num_trained = sum(s.num_sampled for s in sequences)
     total, masked, out, logprobs = torch.zeros((), dtype=dtype), 0, [], {}
@@ -188,7 +189,7 @@ def loss_of(
 
 
 def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
-    """Run transformers. Return (samples with rollout log-probs near its own, loss, gradients, masked tokens)."""
+    """Run transformers. Return (samples with rollout log-probs near the model's, loss, gradients, masked tokens)."""
     import transformers
     from safetensors.torch import load_file
 
@@ -231,7 +232,7 @@ def one_update(learner: Any, sequences: list[Any], case: Case) -> list[Any]:
 
 
 def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """Train on this world's ranks. Return losses, gradients, and weights after two steps of each optimizer (on rank 0)."""
+    """Train on the ranks of this world. Rank 0 returns losses, gradients, and weights after two steps of each optimizer."""
     from marsrl.trainer.learner.megatron import parallel
 
     learner = open_learner(model_dir, case, {"lr": 1e-3})
@@ -256,7 +257,7 @@ def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
 
 
 def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """Train one step on this world's ranks. Return loss, log-probs, gradients of A and B and their norm (on rank 0)."""
+    """Train one step on the ranks of this world. Rank 0 returns loss, log-probs, gradients of A and B, and the gradient norm."""
     import torch.distributed as dist
 
     from marsrl.trainer.learner.megatron import parallel
@@ -284,7 +285,7 @@ def gradient(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 
 def with_sgd(learner: Any) -> None:
-    """Replace AdamW by plain SGD over the same shards (views of megatron's buffer, which a constructor rejects)."""
+    """Replace AdamW by plain SGD over the same shards. They are views of Megatron's buffer, which SGD's constructor rejects."""
     for part in learner.optimizer.parts():
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]
@@ -311,7 +312,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """Compare one rank with transformers and print the line. Return (one rank's results, samples with rollout log-probs, the
+    """Compare one rank with transformers and print the line. Return (results of the rank, samples with rollout log-probs, the
     line).
     """
     begin = time.perf_counter()
@@ -325,9 +326,7 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
 
 
 def against_peft(folder: Path) -> list[dict[str, Any]]:
-    """Compare an adapter of each family on one rank with PEFT. Print and return the lines, and write files for the other
-    ranks.
-    """
+    """Compare an adapter of each family on one rank with PEFT. Print and return the lines; write files for `worker`."""
     titles = "".join(f"{title:>10s}" for title in parity_adapters.LIMITS)
     print(
         f"{'adapters':38s}{titles}\n{'at most':38s}"
@@ -361,7 +360,7 @@ def import_learner() -> None:
 
 
 def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
-    """Run one of the ranks; the folder has the model, samples and the single rank's results.
+    """Run one of the four ranks. The folder has the model, the samples and the results of a single rank.
 
     Rank 0 prints a line for each layout and writes the report.
     """
@@ -374,11 +373,11 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # collects the warnings of four ranks
     os.dup2(noise, 2)
     is_given.wait()
-    # A file needs no port, which another program could take before rank 0 listens.
+    # A file instead of a port, which another program could take before rank 0 listens.
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one_rank = torch.load(folder / "one.pt", weights_only=True)
-    adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this program
+    adapters = torch.load(folder / "adapters.pt", weights_only=False)  # safe to unpickle: written by this program
     chosen = [case for case in CASES if not names or case.name in names]
     runs: list[tuple[str, Callable[[], Any], Callable[[Any], dict[str, Any]], Iterable[str]]] = []
     for case in chosen:
@@ -386,7 +385,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     for case in chosen:
         kind = "moe" if "expert" in case.layout else "dense"
         if kind == "moe" and case.layout.get("expert_tensor", 1) > 1:
-            continue  # adapters of experts cannot be split over tensor ranks
+            continue  # adapters of experts do not support tensor parallelism
         model, expected = folder / "adapters" / kind, adapters[kind]
         run = partial(train_adapter, model / "model", model / "adapter", kind, case, expected["samples"])
         line_of_run = partial(parity_adapters.line_of, expected)
@@ -405,7 +404,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
 
 
 def wait(ranks: list[Any]) -> list[int]:
-    """Return the ranks' exit codes. If one fails, kill the others, which wait for it."""
+    """Return the exit codes of the ranks. If a rank fails, kill the others, which would wait for it."""
     running = {process.sentinel: process for process in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
@@ -461,7 +460,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         import_learner()
-        # Fork before this process computes anything, because a child has none of its threads.
+        # Fork before this process computes anything, because a forked child lacks the threads of its parent.
         fork = multiprocessing.get_context("fork")
         is_given = fork.Event()
         ranks = [
@@ -492,9 +491,7 @@ def main() -> int:
 
 
 def ended(lines: list[dict[str, Any]], failed: int, begin: float, file: str | None) -> int:
-    """Print the number of lines that FAIL, including `failed` other ones, write all lines to the file, and return the exit
-    code.
-    """
+    """Print the number of lines that FAIL, plus `failed`, write all lines to the file, and return the exit code."""
     failed += sum(not line["is_ok"] for line in lines)
     print(f"{len(lines)} lines, {failed} FAIL, {time.perf_counter() - begin:.0f} s")
     if file:

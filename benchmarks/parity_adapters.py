@@ -1,4 +1,4 @@
-"""Comparison of adapters with PEFT on transformers in float64, for parity.py, which explains the columns."""
+"""Comparison of adapters with PEFT on transformers in float64. parity.py calls it and explains the columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTERS = {
 
 
 def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed: int = 1) -> Path:
-    """Write a PEFT directory of the model with random A and B."""
+    """Write a PEFT adapter directory for the model, with random A and B."""
     from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
     from marsrl.rollout.model_shape import read_shape
 
@@ -29,9 +29,9 @@ def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed
 
 
 def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of: Callable[..., Any]) -> dict[str, Any]:
-    """Run PEFT on transformers in float64: samples, loss, gradients of A and B, their norm, log-probs by sample.
+    """Run PEFT on transformers in float64. Return samples, loss, gradients of A and B, their norm, and log-probs by sample.
 
-    loss_of: the function of parity.py.
+    loss_of: parity.loss_of.
     """
     import transformers
     from peft import PeftModel
@@ -58,9 +58,9 @@ def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of
 
 
 def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-    """Split PEFT's gradients into pairs per expert; PEFT has rows e r + i of A and columns i E + e of B.
+    """Split PEFT's gradients into pairs (A, B) per expert. Expert e has rows e r + i of PEFT's A and columns i E + e of its B.
 
-    In PEFT gate and up are one matrix of twice the rank, with a block of B for each.
+    PEFT treats gate and up as one matrix with an adapter of twice the rank, and a block of B for each.
     """
     prefix, letter, num = name.split(".experts.")[0] + ".experts", name[-len("A.weight")], config.num_experts
     by_rank = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)

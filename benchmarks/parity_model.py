@@ -1,14 +1,15 @@
-"""Comparison of a model in the trainer, both engines and transformers: log-probs of the same tokens, greedy completions.
+"""Comparison of a model in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
 
 Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
-answers the prompts, rendered by the model's chat template, greedily and one after the other. All programs score prompts and
-answers. The reference is transformers' float32 log-probs, also for bfloat16. One line per program and dtype:
+answers the prompts greedily, one after the other; prompts are rendered by the model's chat template. All programs then score the
+same prompts and answers. The reference is the float32 log-probs of transformers, also for bfloat16. One line per program and
+dtype:
 
     median, largest   |difference| of log-probs from the reference, nats
     greedy            answers that equal transformers' of the same dtype to the last token; in float32 all must, except at ties,
                       where transformers' two most likely tokens are closer than TIE
 
-transformers' own bfloat16 line shows the effect of rounding alone; other bfloat16 lines may be twice as far off.
+The bfloat16 line of transformers shows the effect of rounding alone; other bfloat16 lines may differ twice as much.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 COLUMNS = ("median", "largest")
 NUM_NEW = 32  # tokens per answer
 TIE = 1e-3  # nats
-LARGEST = 1e-3  # nats, float32: 30 layers, log-probs down to -30
-BFLOAT16_MEDIAN = 2.0  # largest median, relative to transformers' in bfloat16
+LARGEST = 1e-3  # nats, in float32, for 30 layers and log-probs down to -30
+BFLOAT16_MEDIAN = 2.0  # largest allowed median, relative to the median of transformers in bfloat16
 
 
 def chats() -> list[list[dict[str, str]]]:
@@ -116,7 +117,7 @@ def _off(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[st
 
 
 def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
-    """Count answers equal to transformers', and answers whose first different token is at a tie."""
+    """Return the number of answers that equal transformers', and of those that first differ at a tie of two tokens."""
     same = ties = 0
     for completion, (answer, margins) in zip(found, answers, strict=True):
         if np.array_equal(completion, answer):
@@ -136,7 +137,7 @@ def _transformers(model: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArray, FloatArray]:
-    """Return (the answer's tokens, the log-prob gap between the two most likely tokens at each position)."""
+    """Return (tokens of the greedy answer, log-prob gap between the two most likely tokens at each position)."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     options = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
     out = model.generate(
@@ -149,7 +150,7 @@ def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArra
 @torch.no_grad()
 def _scored(model: Any, sequence: IntArray) -> FloatArray:
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
-    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # float32 would be off by 1e-5 for 50,000 tokens
+    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # float32 errs by 1e-5 with 50,000 tokens
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].float().numpy()
 
 
@@ -175,7 +176,7 @@ def _engine(
     sequences: Sequence[IntArray],
     stops: tuple[int, ...],
 ) -> tuple[list[FloatArray], list[IntArray]]:
-    """Return an engine's (scores of the sequences, greedy answers to the prompts). Nothing else runs in this process."""
+    """Return (the engine's scores of the sequences, its greedy answers to the prompts). This process runs nothing else."""
     from marsrl.rollout.config import VllmOptions
     from marsrl.rollout.engines.local.engine import LocalEngine
     from marsrl.rollout.engines.protocol import DecodeRequest, EngineSpec, Sampling

@@ -28,23 +28,23 @@ PLACES = {
 
 
 class PartClock:
-    """Clock of a step's parts: time counts for the part whose method of PLACES runs, or else for REST.
+    """Clock of a step's parts. Time counts for the part whose method in PLACES is running, otherwise for REST.
 
-    On a GPU it records events, without waiting: a part's seconds are the stream's time, idle gaps included. On a CPU it reads the
-    process time.
+    On a GPU it records events without waiting, so a part's seconds are time of the stream, including idle gaps. On a CPU it reads
+    the process time.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._open: list[str] = [REST]
-        self._marks: list[tuple[str, Any]] = []  # Each part and its start.
+        self._marks: list[tuple[str, Any]] = []  # (part, start of the part)
         for part, places in PLACES.items():
             for module, owner_name, method in places:
                 owner = getattr(import_module(f"marsrl.{module}"), owner_name)
                 setattr(owner, method, self._around(part, getattr(owner, method)))
 
     def start(self) -> None:
-        """Forget all marks, and start a step."""
+        """Forget the previous step, and start a new one."""
         self._marks.clear()
         self._mark()
 

@@ -1,4 +1,4 @@
-"""Fused heads and losses of PyTorch and other projects: how to call each, or the reason why one is missing."""
+"""Fused heads and losses of PyTorch and other projects, each with a way to call it or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_ENTROPY = "no entropy"
 
 @dataclass(frozen=True)
 class LogprobPeer:
-    """Peer that returns log-probs. does: a description, if it does less than ours."""
+    """Peer that returns log-probs. does: what the peer computes, if that is less than ours."""
 
     name: str
     call: LogprobFunction
@@ -32,9 +32,9 @@ class LogprobPeer:
 
 @dataclass(frozen=True)
 class LossPeer:
-    """Peer that computes a loss. prepared(inputs) computes constants once and returns a differentiable function.
+    """Peer that computes a loss. prepared(inputs): computes constants once, and returns a differentiable function.
 
-    is_ours: the clipped loss over the mask, with the given clip range; otherwise another loss, listed for orientation.
+    is_ours: True if the loss is the clipped loss over the mask with the given clip range; another loss is listed for orientation.
     """
 
     name: str
@@ -46,7 +46,7 @@ Peer = LogprobPeer | LossPeer
 
 
 def flash_attn(name: str) -> Callable[..., Tensor] | str:
-    """Return flash-attn's function of this name, or why it is missing."""
+    """Return the function of this name from flash-attn, or the reason why it is missing."""
     if importlib.util.find_spec("flash_attn") is None:
         return "ModuleNotFoundError: No module named 'flash_attn'"
     try:
@@ -57,14 +57,14 @@ def flash_attn(name: str) -> Callable[..., Tensor] | str:
 
 
 def why_not_imported(error: Exception) -> str:
-    """Return the error as one line of the table."""
+    """Return the error as the one-line reason in the table."""
     text = str(error).strip()
     first = text.splitlines()[0][:160] if text else ""
     return f"{type(error).__name__}: {first}"
 
 
 def fused_peers(device: str) -> list[Peer | Missing]:
-    """Return all peers, each callable or with the reason why not."""
+    """Return all peers; those that cannot run have a reason."""
     makers: dict[str, tuple[Callable[[], Peer], bool]] = {
         "torch F.linear_cross_entropy": (_torch_linear_cross_entropy, False),
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
@@ -92,7 +92,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
 
 
 def _torch_linear_cross_entropy() -> Peer:
-    """Return torch's function (torch >= 2.13). With reduction="none" it returns its input's dtype, so log-probs are bfloat16."""
+    """Return torch's function (torch >= 2.13). With reduction="none" its results have the input's dtype, bfloat16."""
     options = torch.nn.LinearCrossEntropyOptions()
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
@@ -155,7 +155,7 @@ def _by_sequence(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
 def _liger_cross_entropy() -> Peer:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    module = LigerFusedLinearCrossEntropyLoss(reduction="none")  # recomputes in backward, with each token's gradient
+    module = LigerFusedLinearCrossEntropyLoss(reduction="none")  # recomputes logits in the backward
     name = "Liger fused linear CE, per token"
     return LogprobPeer(name, lambda x, w, y: (-module(w, x, y).float(), None), NO_ENTROPY)
 

@@ -1,14 +1,14 @@
-"""Detections and false alarms of a weight sync's probe, with Megatron and the real vLLM.
+"""Measure the faults that the probe of a weight sync detects, and its false alarms, with Megatron and the real vLLM.
 
-    python benchmarks/probe.py                    # mutation x dtype x model: the statistics, and who notices (10 minutes)
-    python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
+    python benchmarks/probe.py                    # mutation x dtype x model: statistics, and the check that detects it (10
+    minutes) python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
 Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to
-0.2. One engine is started per shape and dtype, and other weights reach it as an update does. The last column names the check that
-detects a mutation: the probe's statistic that is too large (at the first comparison, or by the narrower bound of a later one),
-`settings` if the engine's reported settings differ, `checksums` if the weights' do, and `engine` if vLLM counts cached prefixes
-right after an update.
+0.2. One engine is started per shape and dtype, and gets the weights of other models like an update. The last column names the
+checks that detect a mutation: the statistic of the probe that is too large (at the first comparison, or by the narrower bound of
+later ones), `settings` if the settings that the engine reports differ, `checksums` if the checksums of weights differ, and
+`engine` if vLLM counts cached prefixes right after an update.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from marsrl.trainer.weights.comparison import (
 )
 
 _STDS = (0.02, 0.06, 0.2)
-# Sizes by which each number moves up or down at random, as in Adam's first step.
+# Sizes by which each number of the weights moves up or down at random, as in Adam's first step.
 _UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 _VOCABULARY = 160
 Weights = dict[str, Tensor]
@@ -87,7 +87,7 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Return random matrices and biases of this standard deviation, and norms of 0.9 to 1.1; every fourth head is sharp."""
+        """Return random weights: matrices and biases of this standard deviation, norms of 0.9 to 1.1, every fourth head sharp."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -96,7 +96,7 @@ class Pair:
         return weights
 
     def train(self, weights: Weights) -> TrainerScores:
-        """Set the learner's weights; returns its scores."""
+        """Set the learner's weights, and return its log-probs."""
         self._write(weights)
         self.learner.read_weights(self._model)
         return trainer_scores(self.learner, Precision(getattr(torch, self.dtype)))
@@ -134,7 +134,7 @@ def _tensors(folder: Path) -> Weights:
 
 
 def moved(weights: Weights, size: float, part: str = "") -> Weights:
-    """Return the weights with each number of the tensors whose name has `part` moved up or down by `size`."""
+    """Return the weights with the numbers of some tensors, those with `part` in their name, moved up or down by `size`."""
     generator = torch.Generator().manual_seed(5)
     coins = {name: torch.randint(2, x.shape, generator=generator) * 2 - 1 for name, x in weights.items()}
     return {name: x + size * coins[name] if part in name else x for name, x in weights.items()}
@@ -150,7 +150,7 @@ def swapped(weights: Weights, layer: int) -> Weights:
 
 
 def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
-    """Return the statistic by which the probe rejects the engine; "" if it does not."""
+    """Return the name of the statistic by which the probe rejects the engine; "" if it accepts."""
     try:
         comparison.compare(trainer, [engine], 0)
     except RuntimeError as error:
@@ -217,7 +217,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
 
 
 def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
-    """Compare trainer and engine on `num` random models: as version 0, and as version 1 after a small change of all weights."""
+    """Compare trainer and engine on `num` random models, each at version 0, and at 1 after a small change of all weights."""
     for i in range(num):
         std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
         weights = pair.weights(std, first + i)

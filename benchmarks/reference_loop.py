@@ -1,8 +1,8 @@
-"""Plain loop to compare with: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
+"""Plain training loop to compare with: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
-It is a careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a
-step), divided by the number of sampled tokens of the whole batch, and gradient norm clipped to 1. With one adapter per agent,
-PEFT trains them in turn on the same base, because only one can be active in training.
+It is what a careful researcher would write first. It computes the same update as ours: the token-level policy gradient at ratio 1
+(one update per step), divided by the number of sampled tokens in the whole batch, with the gradient norm clipped to 1. With one
+adapter per agent, PEFT trains them in turn on the same base, because only one can be active in training.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from marsrl.trainer.data.packing import TrainSequence
 class ReferenceOptions:
     """Options of the reference loop.
 
-    micro_batch: number of rows, padded to their longest. is_sorted: sort rows by length first, and drop sequences with advantage
-    0 (the two cheap optimisations). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off.
+    micro_batch: number of rows, which are padded to the longest. is_sorted: sort rows by length first, and drop sequences with
+    advantage 0 (two cheap optimisations). mpt_entropy, mpt_probability: thresholds of DMMPT with sample scope; None = off.
     """
 
     micro_batch: int = 8
@@ -35,11 +35,11 @@ class ReferenceOptions:
     mpt_entropy: float | None = None
     mpt_probability: float = 0.99
     dtype: str = "float32"
-    adapters: tuple[str, ...] = ()  # PEFT directory of each agent; (): the weights are trained
+    adapters: tuple[str, ...] = ()  # PEFT directory of each agent; (): the model's weights are trained
 
 
 def _load(model_dir: str, options: ReferenceOptions) -> Any:
-    # grouped_mm is transformers' fastest implementation of experts here, also on CPUs. Dense models reject the setting.
+    # grouped_mm is the fastest implementation of experts in transformers, also on CPUs. Dense models reject the setting.
     experts = {"experts_implementation": "grouped_mm"} if read_shape(model_dir).num_experts else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", **experts
@@ -53,13 +53,13 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
         model.load_adapter(folder, adapter_name=str(agent), is_trainable=True)
     for name, weight in model.named_parameters():
         if ".experts." in name and ".lora_B." in name:
-            # In PEFT, gate and up are one matrix, each with half of the rank, so zeros in B must not be trained.
+            # PEFT has one adapter for gate and up together, each with half of the rank; the zeros in its B must stay zero.
             weight.requires_grad_().register_hook(partial(torch.mul, weight.detach() != 0))
     return model
 
 
 class ReferenceLoop:
-    """Policy with its optimizer, or an adapter and an optimizer per agent; `step` trains on the whole batch once."""
+    """Policy with an optimizer, or an adapter with an optimizer per agent; `step` trains on the whole batch once."""
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options
@@ -77,7 +77,7 @@ class ReferenceLoop:
             self.model.set_adapter(str(agent))
 
     def step(self, sequences: Sequence[TrainSequence]) -> float:
-        """Train one step; return the gradient norm (before clipping) of all adapters together."""
+        """Train one step; return the gradient norm before clipping, over all adapters together."""
         norms = []
         for agent, optimizer in enumerate(self.optimizers):
             self._turn_to(agent)

@@ -1,15 +1,15 @@
-"""Our scheduler and Ray actors against plain vLLM on the same prompts and lengths: tokens per second of wall-clock time.
+"""Compare our scheduler and Ray actors with plain vLLM on the same prompts and lengths, in tokens per second of wall-clock time.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
-    python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
-    python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
+    python benchmarks/rollout.py --overlap 1 [...]       # four stages; decoding does not wait until a stage is collected
+    python benchmarks/rollout.py --engines 2 [...]       # two engines, relative to one; each has one thread
     python benchmarks/rollout.py --model /models/smollm2 --problems 8 --repeats 3 [...]    # a model's directory
-    python benchmarks/rollout.py --engine local [...]    # our own engine over bare vLLM
+    python benchmarks/rollout.py --engine local [...]    # our own engine, relative to bare vLLM
 
-Ours is one stage of the scheduler: it renders prompts, sends requests to an actor of vLLM or of our own engine, gets log-probs,
-and decodes, parses and judges the texts. With --model a single Solver answers sums in words. `bare` is vllm.LLM.generate with as
-many threads, without log-probs or seeds; it gets every completion's length in advance (max_tokens = ours, ignore_eos). Each runs
-in its own process, and they alternate; `ratio:` is the median of the turns' ratios.
+`ours` is one stage of the scheduler: it renders prompts, sends requests to an actor of vLLM or of our own engine, receives tokens
+with log-probs, and decodes, parses and judges the texts. With --model a single Solver answers word problems. `bare` is
+vllm.LLM.generate with as many threads, without log-probs or seeds; it gets the length of every completion of ours in advance
+(max_tokens, ignore_eos). The two run in separate processes and take turns; `ratio:` is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
 
-Side = Generator[Any, Any, None]  # yields None once ready, then a result for each message of the parent
+Side = Generator[Any, Any, None]  # yields None when ready, then a result for each message of the parent
 
 
 def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
-    """Yield the seconds of LLM.generate for each message, a list of [prompt ids, length] for the completions."""
+    """For each message, a list of [prompt ids, completion length], yield the seconds of LLM.generate."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
     os.environ.update(vllm_environment(threads))
@@ -62,10 +62,10 @@ def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_c
 
 
 def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overlap: int) -> Side:
-    """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each requested seed.
+    """For each requested seed, play stages and yield {"tokens", "seconds", "work": [[prompt ids, length], ...]}.
 
-    A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens. work: the finished
-    completions.
+    A seed plays one stage, or four with rollout.overlap. tokens: number of all decoded tokens. work: prompts and lengths of the
+    finished completions.
     """
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
@@ -97,7 +97,7 @@ def checked_config(*settings: str) -> Checked:
 
 
 def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> list[str]:
-    """Return the stage's settings, for a random model or the one of --model, whose problems are written to the folder."""
+    """Return the settings of the stage. With --model, write its problems to the folder; without, use a random model."""
     settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
     settings += [f"rollout.engine={words.engine}", f"policies.main.dtype={words.dtype}"]
     if words.model is None:
@@ -115,7 +115,7 @@ def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> 
 
 
 class Child:
-    """A side in a separate process, ready once this is constructed."""
+    """Side of the comparison in a separate process, which is ready when the object is constructed."""
 
     def __init__(self, side: Callable[..., Side], *arguments: object) -> None:
         self._connection, child_end = multiprocessing.Pipe()
@@ -137,7 +137,7 @@ class Child:
 
 
 def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[object, ...]) -> None:
-    # Ray's workers import from here; in a checkout, transformers would import our kernels/ instead of its own.
+    # Ray's workers import from the current directory; in a checkout, transformers would import our kernels/ instead of its own.
     os.chdir(tempfile.gettempdir())
     os.dup2(2, 1)  # Ray and vLLM print to stdout
     with closing(side(*arguments)) as answers, suppress(EOFError):
@@ -146,7 +146,7 @@ def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[
             connection.send(answers.send(connection.recv()))
 
 
-Turn = tuple[dict[str, Any], dict[str, Any]]  # tokens and seconds of each side; the first is a warm-up
+Turn = tuple[dict[str, Any], dict[str, Any]]  # tokens and seconds of each side; the first turn is a warm-up
 
 
 def over_bare(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -> Iterator[Turn]:
@@ -170,7 +170,7 @@ def over_one_engine(model_dir: str, stage: Sequence[str], words: argparse.Namesp
 
 
 def measured(turns: Iterable[Turn], ours: str, other: str) -> list[dict[str, Any]]:
-    """Print each turn; return them without the warm-up."""
+    """Print each turn; return the turns without the warm-up."""
     rows = []
     for turn, sides in enumerate(turns):
         speeds = [side["tokens"] / side["seconds"] for side in sides]

@@ -12,7 +12,7 @@ from timing import Clock, interleave
 
 @dataclass(frozen=True)
 class Roofline:
-    """Peak rates. gemm_flops: FLOP/s of a square matrix product at this dtype; copy_bytes: bytes read plus written per second."""
+    """Peak rates. gemm_flops: FLOP/s of a square matrix product in this dtype. copy_bytes: bytes read and written per second."""
 
     gemm_flops: float
     copy_bytes: float
@@ -26,9 +26,9 @@ _best: dict[tuple[str, str], Roofline] = {}
 
 
 def measure(device: str, dtype: str) -> Roofline:
-    """Measure the best rates of all calls in this process: other load can only lower a rate.
+    """Measure the rates; the best of all calls in this process counts, because other load can only lower a rate.
 
-    bfloat16 on a CPU: the faster of the bfloat16 and the float32 product (few CPUs have bfloat16 arithmetic).
+    For bfloat16 on a CPU the faster of the bfloat16 and the float32 product counts, because few CPUs have bfloat16 arithmetic.
     """
     is_cuda = device == "cuda"
     dtypes = {getattr(torch, dtype), torch.float32} if not is_cuda else {getattr(torch, dtype)}

@@ -2,17 +2,17 @@
 
     python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
-The case with the `ratio:` line is measured first, at the headline's shape; on a CPU only at that shape unless --all or --shape
-asks for more.
+linear_policy_loss, the case with the `ratio:` line, is measured first, at the headline's shape. On a CPU it is measured only at
+that shape, unless --all or --shape is given.
 
-Each table is one case at one shape. Ours is first judged against float64: if it is wrong, no number is printed and the exit code
-is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time, and peak memory from a
-separate process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator; the GPU starts a call once it is
-completely launched.
+Each table is one case at one shape. Our variant is first compared with float64; if it is wrong, no number is printed and the exit
+code is 1. Then all variants take turns; the table has median and spread of the rounds. On the CPU variants have one thread, time
+is process time, and peak memory is measured in a separate process per variant. On a GPU time is measured by CUDA events with L2
+flushed before every call, memory by torch's allocator; the GPU starts a call only when it is completely launched.
 
     x ours      time of the variant / ours
-    roofline    max(FLOPs / GEMM rate, bytes / copy rate) of the job, both rates measured in this run / time
-    host ms     until Python has launched a call on a GPU; a step is slower than its kernels where this is more than their time
+    roofline    max(FLOPs / GEMM rate, bytes / copy rate) / time; both rates are measured in this run
+    host ms     time until Python has launched a call on a GPU; if it exceeds the kernels' time, it limits a training step
     extra MiB   peak memory beyond the inputs and beyond dX and dW
     error       largest error / largest exact value; `!` = more than assert_accurate allows our own kernels
 """
@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # torch reads these at import
-    # Otherwise large variants fragment the memory.
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # torch reads both variables at import
+    # Without this, large variants fragment the memory.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import base_revision
@@ -51,9 +51,9 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table. errors: per result, relative to the largest exact value. is_right: all within tolerance.
+    """Line of a table. errors: by result, relative to the largest exact value. is_right: all errors are within tolerance.
 
-    floor_share: roofline time / median. extra_bytes: None if unknown. host_s: until a call on a GPU is launched.
+    floor_share: roofline time / median time. extra_bytes: None if unknown. host_s: seconds until a call on a GPU is launched.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A case at one shape. skipped: {variant: reason}. failure: why nothing was measured.
+    """Results of a case at one shape. skipped: {variant: reason}. failure: why nothing was measured.
 
-    kernels: with --profile, (milliseconds and launches per call of ours, name): first for all together, then by decreasing
-    time.
+    kernels: with --profile, (milliseconds per call of ours, launches per call, kernel name); first for all kernels together, then
+    by decreasing time.
     """
 
     case: str
@@ -96,8 +96,8 @@ class Table:
 def measure(
     case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
 ) -> Table:
-    """Judge ours, then all variants; then measure time, then memory. only, without: names of variants, as on the command line."""
-    torch.compiler.reset()  # torch compiles a function for at most eight shapes, and runs it uncompiled for others
+    """Check the results of all variants, ours first, then measure time and memory. only, without: variants, as in options."""
+    torch.compiler.reset()  # torch compiles a function for at most eight shapes, and would run it uncompiled for this one
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
     table = Table(
@@ -162,7 +162,7 @@ def measure(
 
 
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
-    """Return ({result: largest error / largest exact value}, assert_accurate's objections)."""
+    """Return ({result: largest error / largest exact value}, messages of assert_accurate for wrong results)."""
     errors, complaint = {}, None
     for result_name, value in results.items():
         exact = judgement.exact[result_name]
@@ -176,7 +176,7 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
 
 
 def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> dict[str, int]:
-    """Return {variant: peak beyond inputs, dX and dW} of the variants that did not fail in the process that measures memory."""
+    """Return {variant: peak bytes beyond inputs, dX and dW}, without variants that failed in the process that measures memory."""
     if shape.device == "cpu":
         peaks = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
     else:
@@ -236,9 +236,9 @@ def headline(tables: list[Table]) -> float | None:
 
 
 def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
-    """Return the shapes to measure, the headline's first. texts: values of --shape, all of which must occur in a title.
+    """Return the shapes to measure, the headline's first. texts: values of --shape, all of which must occur in a shape's title.
 
-    If the headline is one of the case's shapes, only it is measured, unless has_all or texts request others.
+    If the case has the headline's shape, only that shape is measured, unless has_all is set or texts are given.
     """
     leading = [shape for shape in shapes if (case.name, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE]
     if leading and not has_all and not texts:

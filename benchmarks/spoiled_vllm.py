@@ -1,4 +1,4 @@
-"""An engine of vLLM whose computation can be corrupted, for benchmarks/probe.py."""
+"""Engine of vLLM whose computation can be corrupted, for benchmarks/probe.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine
 
 
 class SpoiledVllm(VllmEngine):
-    """Engine whose layers compute differently between spoil("norm eps x 100") and mend(); their weights stay."""
+    """Engine whose layers compute differently between spoil("norm eps x 100") and mend(); their weights do not change."""
 
     def __init__(self, model_dir: str, dtype: str) -> None:
         os.environ.update(vllm_environment(threads=1))
@@ -75,7 +75,7 @@ class SpoiledVllm(VllmEngine):
                 self._set(getattr(attention, name), "forward", lambda x, *_: x)
 
     def _stale_cache(self) -> None:
-        """Keep the prefix cache. The engine's own error about that is suppressed, so that only the probe can detect it."""
+        """Keep the prefix cache over an update. The engine's own error is suppressed, so that only the probe can detect it."""
         self._set(self, "_reset_prefix_cache", lambda: None)
         self._set(self, "_refuse_old_prefixes", self._keep_refusal)
 

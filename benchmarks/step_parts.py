@@ -1,11 +1,10 @@
-"""Seconds of training steps by part, measured in a run of trainer/main.py.
+"""Measure the seconds of training steps by part, in a run of trainer/main.py.
 
     python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # arguments of trainer/main.py
     python benchmarks/step_parts.py --config examples/real_team/run.yaml run.steps=2 run.evaluate=false
 
-Prints for each part, per step: calls, wall-clock seconds, and CPU seconds of its thread. Parts exclude each other: if one part
-calls another, the inner seconds count for the inner part only. The first publish (before the first step) and evaluations are
-left out.
+Prints for each part, per step: calls, wall-clock seconds, and CPU seconds of its thread. If one part calls another, the seconds
+of the inner part count only for the inner part. The first publish (before the first step) and evaluations are left out.
 
 Set rollout.engine=local and rollout.placement=local; engines in other processes are not measured. torch uses one thread, so the
 thread's CPU seconds are complete. On a shared machine CPU seconds are reliable, but wall-clock seconds are not. The table is
@@ -51,14 +50,14 @@ PLACES = {
     "publish: load": ("rollout.engines.local.engine", "LocalEngine.update_weights"),
     "publish: load adapter": ("rollout.engines.local.engine", "LocalEngine.update_adapter"),
 }
-"""{part: (module of marsrl, function in it)}."""
+"""{part: (module of marsrl, function of the module)}."""
 
 WITHIN = ("publish: probe, trainer", "publish: probe, adapters", "publish: probe, engine")
-"""Parts that include the seconds of forward passes inside them."""
+"""Parts whose seconds include the forward passes inside them."""
 
 
 class Clocks:
-    """Seconds of parts since start(), each without the parts inside it, over all threads."""
+    """Clocks of parts since start(), each without the parts inside it, over all threads."""
 
     def __init__(self) -> None:
         self._lock, self._open = threading.Lock(), threading.local()
@@ -71,7 +70,7 @@ class Clocks:
         self._began = time.perf_counter(), time.process_time()
 
     def whole(self) -> tuple[float, float]:
-        """Return seconds and CPU seconds of the process since start()."""
+        """Return (seconds, CPU seconds) of the whole process since start()."""
         return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
 
     @contextmanager
@@ -97,7 +96,7 @@ class Clocks:
                     stack[-1][1 + i] += took[i]
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, timed as this part; for a generator, without the time between its yields."""
+        """Return the function, timed as this part; for a generator, the caller's time between yields does not count."""
 
         @functools.wraps(function)
         def timed(*words: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models and batch of benchmarks/train_step.py: one long-tailed batch, and its FLOPs."""
+"""Models, the long-tailed batch and its FLOPs, for benchmarks/train_step.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _SLICE = replace(
 class StepProblem:
     """Model and lengths, in tokens, of a batch of `groups` x 8 sequences.
 
-    micro_batch_tokens: size of a packed micro-batch. reference_rows: number of sequences that the reference pads together.
+    micro_batch_tokens: tokens of a packed micro-batch. reference_rows: number of sequences per padded micro-batch of the
+    reference loop.
     """
 
     shape: str | ModelShape
@@ -44,7 +45,7 @@ PROBLEMS = {
     "bench": StepProblem("bench", 8192, "float32", 8, (20, 61), 120, 512, 2048, 8),
     # Qwen3-30B-A3B at full width with 4 of its 48 layers: 3.1 G parameters, trainable on one GPU of 80 GB.
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
-    # The same slice at a size for CPUs.
+    # The same architecture at a size for CPUs.
     "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
 
@@ -54,8 +55,8 @@ def problem_of(
 ) -> StepProblem:
     """Return one of PROBLEMS, or a batch of 16 short texts for the model in a directory.
 
-    dtype, micro_batch_tokens: replace the problem's values. The batch grows in proportion, so that the number of full
-        micro-batches stays the same.
+    dtype, micro_batch_tokens: replace the values of the problem. The batch grows in proportion to micro_batch_tokens, so that the
+        number of full micro-batches stays the same.
     """
     if model in PROBLEMS:
         problem = PROBLEMS[model]
@@ -77,7 +78,7 @@ def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.
 
 
 def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
-    """Return groups of 8 with log-normal lengths (sigma 1.0), two per agent; every second group has no spread (advantage 0)."""
+    """Return groups of 8, two per agent, with log-normal lengths (sigma 1.0); every second group has only advantages of 0."""
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):
@@ -108,7 +109,7 @@ def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: 
 
     6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
 
-    With an adapter, frozen weights count 4 instead of 6, plus 6 T P_adapter,active.
+    With an adapter, frozen weights count 4 instead of 6, and 6 T P_adapter,active is added.
     """
     factor, pairs = 6, 0.0
     if adapter is not None:
@@ -127,5 +128,5 @@ def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: 
 
 
 def head_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
-    """Return the part of the output head, 6 H V sampled."""
+    """Return the FLOPs of the output head alone, 6 H V sampled."""
     return 6.0 * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)

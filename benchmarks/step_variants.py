@@ -1,8 +1,8 @@
-"""Programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one step each.
+"""Programs that benchmarks/train_step.py compares: ours, plain Megatron and the reference loop.
 
 Ours and Megatron support any parallel layout, and use the same layers on the same packed micro-batches. They differ only in the
-head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatron's entropy would need full logits twice, so
-DMMPT is compared only with the reference.
+head: ours is fused, Megatron's computes full logits and a vocabulary-parallel cross entropy. Megatron's entropy would need full
+logits twice, so DMMPT is compared only with the reference.
 
 With one adapter per agent, ours puts the samples of all agents into the same micro-batches. The reference is PEFT's loop, and
 WHOLE is our step that trains all weights.
@@ -30,7 +30,7 @@ ADAPTER_VARIANTS = (OURS, WHOLE, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """Program to compare. step() trains once, and returns the gradient norm of all adapters. trained: its sequences."""
+    """Program to compare. step(): trains once, returns the gradient norm (over all adapters). trained: the sequences trained."""
 
     step: Callable[[], float]
     close: Callable[[], None]
@@ -50,7 +50,8 @@ def build(
 ) -> Variant:
     """Build one of VARIANTS or ADAPTER_VARIANTS.
 
-    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent; recompute: the policy's setting.
+    layout: the learner's layout. mpt: entropy threshold of DMMPT, nats. adapters: one per agent. recompute:
+    policies.<name>.recompute.
     """
     if name in (REFERENCE, SORTED):
         from reference_loop import ReferenceLoop, ReferenceOptions  # imports transformers, which takes seconds
@@ -136,7 +137,7 @@ def _take_megatrons_head(learner: Any) -> None:
             nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None])
             lengths = batch.cu_seqlens.diff().long()
             advantage = batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
-            # At ratio 1, the ratio has the log-prob's gradient.
+            # At ratio 1, ratio and log-prob have the same gradient.
             terms = nll[:, 0] * advantage * batch.mask
             agents = batch.agent_of.long().repeat_interleave(lengths, output_size=batch.num_tokens)
             of_agent = terms.new_zeros(NUM_AGENTS).index_add_(0, agents, terms.detach())

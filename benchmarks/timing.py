@@ -1,4 +1,4 @@
-"""Time of a call: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU.
+"""Time of a call, measured on the CPU as process time of one thread, on a GPU by CUDA events with a flushed L2.
 
 On a GPU the call is queued after a kernel that keeps the GPU busy while the host launches it, as in a training step.
 """
@@ -13,13 +13,13 @@ import torch
 from case import Variant
 from torch.profiler import ProfilerActivity, profile
 
-SHORT_S = 0.01  # minimum time for which a call is repeated on the CPU: a single call of 50 us is mostly noise
-FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
+SHORT_S = 0.01  # seconds for which a call is repeated on the CPU, because a single call of 50 us is mostly noise
+FLUSH_BYTES = 256 * 2**20  # bytes, more than the L2 cache of any current GPU (50 MB on H100, 126 MB on B200)
 AHEAD_CYCLES = 10_000_000  # GPU cycles, 5 ms: longer than Python takes to launch a call
 
 
 class Clock:
-    """Timer of one call of a variant; on the CPU, the mean over SHORT_S seconds of calls with warm caches."""
+    """Timer of one call of a variant. On the CPU the time is the mean of calls within SHORT_S seconds, with warm caches."""
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
@@ -49,10 +49,10 @@ class Clock:
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
-    """Time each variant once per round, in rotating order. Return (seconds of the rounds by name, reasons of abandoned variants).
+    """Time each variant once per round, in rotating order; return (seconds per round by name, reasons against failed variants).
 
-    Clock drift or other load then affects all variants alike, and cancels in their ratio. After budget_s of
-    wall time no new round starts once three are done. The first round is a warm-up.
+    Drift of clocks and other load thus affect all variants alike, and cancel in their ratio. The first round is a warm-up. After
+    budget_s of wall time no new round starts, if three are done.
     """
     seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}
@@ -105,6 +105,6 @@ def top_kernels(
         (kernel.self_device_time_total if is_cuda else kernel.self_cpu_time_total, kernel.count, kernel.key)
         for kernel in averages
     ]
-    times = sorted((kernel for kernel in times if kernel[0] > 0), reverse=True)  # leaves out the host's calls on a GPU
+    times = sorted((kernel for kernel in times if kernel[0] > 0), reverse=True)  # on a GPU, without calls on the host
     together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
     return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in (together, *times[:most]))

@@ -48,12 +48,13 @@ from typing import Any
 CHILD_LIMIT_S = 900
 RECOMPUTE = ("none", "full", "full_but_attention")
 STEPPED = "stepped"  # line that a child prints after its turn
-# Relative tolerances of the gradient norm. In bfloat16 the routers of two programs choose different experts for some tokens.
+# Relative tolerances of the gradient norm. In bfloat16 the tolerance is wide, because the routers of two programs choose
+# different experts for some tokens.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def child(job: dict[str, Any]) -> None:
-    """Run one variant on this rank of one or more; print one JSON line on rank 0. job: as measure() builds it."""
+    """Run one variant on this rank; rank 0 prints a line of JSON. job: as built by measure()."""
     import torch
     import torch.distributed as dist
     from memory import PeakMemory
@@ -128,7 +129,7 @@ def child(job: dict[str, Any]) -> None:
 
 
 def peak_flops() -> float:
-    """Return the peak FLOP/s of one rank (see the head of this file); NaN on a GPU that the planner does not know."""
+    """Return the peak FLOP/s of one rank (see the module's docstring); NaN on a GPU that `marsrl plan` does not know."""
     import roofline
     import torch
 
@@ -146,14 +147,14 @@ def sizes(words: list[str]) -> dict[str, int]:
 
 
 def ranks_of(layout: dict[str, int]) -> int:
-    """Return the fewest ranks that the layout fits."""
+    """Return the smallest number of ranks that the layout needs."""
     dense = layout.get("tensor", 1) * layout.get("context", 1)
     expert = layout.get("expert", 1) * layout.get("expert_tensor", 1 if layout.get("expert", 1) > 1 else 0)
     return layout.get("pipeline", 1) * math.lcm(dense, max(expert, 1))
 
 
 def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Measure the row of one variant; {"problem": why} if memory does not suffice."""
+    """Measure one variant and return its row of the table, or {"problem": why} if memory does not suffice."""
     completed = subprocess.run(
         _command(variant, job), capture_output=True, text=True, env=_environment(), timeout=CHILD_LIMIT_S
     )
@@ -165,7 +166,7 @@ def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_in_turns(variants: Sequence[str], job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Measure the rows of all variants, loaded together; in each turn every variant makes a step while the others wait."""
+    """Return the rows of all variants, which are loaded together; in a turn, each makes a step while the others wait."""
     with ExitStack() as stack:
         children, stderr_of = dict[str, subprocess.Popen[str]](), dict[str, Any]()
         for variant in variants:
@@ -318,7 +319,7 @@ def main() -> int:
 
 
 def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> dict[str, Any]:
-    """Measure, print and return a row of each recompute mode, once its update is known to equal the first one's."""
+    """Measure, print and return a row per recompute mode; raise if a mode's update differs from that of the first mode."""
     parts = ("forward", "backward", "optimizer", "rest")
     print(f"parts of a step, s\n  {'recompute':20}{'step':>8}{'MFU':>7}", end="")
     print(*(f"{part:>10}" + f"{'MFU':>7}" * (part.endswith("ward")) for part in parts), "  idle  extra MiB", sep="")
@@ -344,9 +345,9 @@ def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> 
 
 
 def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return {title of a table: additional fields of its job}; adapters are written into the folder."""
+    """Return {title of a table: additional fields for its jobs}; write adapters into the folder."""
     if words.adapter is None:
-        # A threshold of 20 nats is above ln V, so every positive sample is gated.
+        # An entropy threshold of 20 nats is above ln V, so the gate of every positive sample is set.
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})
     from parity_adapters import random_adapter
     from step_problem import NUM_AGENTS
@@ -364,9 +365,9 @@ def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str,
 def table(
     label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance: float, *, in_turns: bool
 ) -> dict[str, Any]:
-    """Measure, print and return the rows, with the ratio of ours over each other variant (None: out of memory).
+    """Measure, print and return the rows of a table, with the ratio of ours to each other variant (None: out of memory).
 
-    A row is printed once its update is known to equal that of the first variant, ours.
+    A row is printed only after a check that its update equals that of ours, the first variant.
     """
     from step_variants import WHOLE
 

@@ -1,4 +1,4 @@
-"""Seconds that `marsrl view` takes to read and to filter a run of 1 M samples.
+"""Measure how long `marsrl view` takes to read and to filter a run of 1 M samples.
 
     python benchmarks/view.py [--samples 1000000] [--folder DIR] [--json FILE]
 
@@ -8,7 +8,8 @@ The run is synthetic: 1,000 samples a step by five agents, 60 metrics a step, an
 Prints:
 
     read        samples/s read into the viewer's memory, without their texts
-    a filter    the slowest of several filters (agent, reward, flag, words; alone and combined). Each is the median of 5 requests
+    a filter    seconds of the slowest of several filters (agent, reward, flag, words; alone and combined). Each is the median of
+    5 requests
                 to the server for a page of 50, or for the matches found when the search's time limit ends.
 
 The target is 300 ms per filter; `ratio:` is 300 ms divided by the slowest filter's time.
@@ -57,7 +58,7 @@ FILTERS = {
 
 
 def _samples(step: int, rng: random.Random, words: list[str]) -> Iterator[SampleRecord]:
-    """Yield a step's samples: rollouts of 20, each agent's samples about one of the previous agent."""
+    """Yield the samples of a step, in rollouts of 20; each agent's samples are about a sample of the previous agent."""
     for number in range(PER_STEP):
         rollout, position = divmod(number, 20)
         depth, index = divmod(position, 4)

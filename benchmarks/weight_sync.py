@@ -1,14 +1,14 @@
-"""Seconds and GB/s of a publish, from the trainer's tensors to a verified engine, by backend and part.
+"""Measure seconds and GB/s of a publish, from the trainer's tensors to a verified engine, by backend and part.
 
     python benchmarks/weight_sync.py [--json FILE] [--mib 64 256 1024] [--repeats 3] [--bucket-mib 64]
                                      [--changed 0.008 0.045 0.2]
 
-The engine is our local one in its own process, with one thread on each side. Backends publish in turn. Without CUDA the CPU twins
-are measured instead of the backends: gloo (TCP over loopback) for nccl, and a file in /dev/shm that both processes map for ipc.
-Memory bandwidth is that of a copy (bytes read + bytes written), measured between the repeats.
+The engine is our local engine in a separate process; both processes have one thread. Backends publish in turn. Without CUDA the
+CPU twins are measured instead of the backends: gloo (TCP over loopback) for nccl, and a file in /dev/shm that both processes map
+for ipc. Memory bandwidth is that of a copy (bytes read + bytes written), measured between the repeats.
 
-Prints the seconds of each part, GB/s, and the share of the bound. The bound of a backend is the bytes that it must move, per byte
-of weights, divided by the memory bandwidth:
+Prints the seconds of each part, GB/s, and the share of the bound, which is the bound divided by the time. The bound of a backend
+is the bytes that it must move divided by the memory bandwidth. Bytes moved per byte of weights:
 
     shm   write 2, load 2, checksums on both sides 2                                                               = 6
     ipc   pack into the shared bucket 2, copy to the engine's tensor 2, checksums 2                                = 6
@@ -17,7 +17,7 @@ of weights, divided by the memory bandwidth:
 
 delta is nccl's twin with sync.delta; --changed is the share of parameters that changed since the previous publish. --mib 0 has
 18,867 tiny tensors, so its time is host time per tensor of the checkpoint, on the CPUs of both processes. `ratio:` is the share
-of the bound of shm at the largest size. The extrapolation to 61 GB is proportional to bytes and was not measured.
+of the bound by shm at the largest size. The extrapolation to 61 GB is proportional to bytes and was not measured.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """Measured publish. num_bytes: size of the model; gb_per_s: num_bytes over all seconds; seconds_of: as in SyncReport.
+    """Measured publish. num_bytes: size of the model. gb_per_s: num_bytes / seconds / 1e9. seconds_of: as in SyncReport.
 
     num_tensors: tensors of the checkpoint. cpu_s: CPU seconds of all threads of both processes.
-    changed: share of the numbers that had changed, if only changes were sent.
+    changed: share of the weights' numbers that had changed, if only changes were sent.
     """
 
     backend: str
@@ -71,18 +71,18 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Share of the memory's bandwidth."""
+        """Share of the memory bandwidth that the publish uses: bound / seconds."""
         return self.bound_s / self.seconds
 
 
 def write_model(folder: Path, mib: int) -> int:
-    """Write a random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
+    """Write a random Qwen3-MoE of about this many MiB in bfloat16; return the size of its vocabulary."""
     from marsrl.trainer.models.init_model import SMALL, init_model
 
     vocab_size, hidden, experts, width = 4096, 512, 32, 256
     of_layer = hidden * (hidden * 3 + 3 * width * experts)
     layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
-    if mib == 0:  # This has the layers and experts of Qwen3-30B-A3B.
+    if mib == 0:  # layers and experts as in Qwen3-30B-A3B
         vocab_size, hidden, layers, experts, width = 512, 16, 48, 128, 4
     shape = replace(
         SMALL, num_layers=layers, hidden_size=hidden, num_heads=8, num_kv_heads=4, head_size=64, ffn_size=width,
@@ -93,7 +93,7 @@ def write_model(folder: Path, mib: int) -> int:
 
 
 def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
-    """Measure bytes read and written per second by a copy that no cache holds, the best of three."""
+    """Measure GB read and written per second by a copy larger than any cache; the best of three."""
     import torch
 
     source = torch.ones(num_bytes, dtype=torch.uint8)
@@ -115,7 +115,7 @@ def cpu_s() -> float:
 
 
 class Whole:
-    """Stand-in for a learner and its Converter, whose model one rank holds whole."""
+    """Stand-in for a learner and its Converter that holds a whole model on one rank."""
 
     def __init__(self, tensors: dict[str, Any], device: Any = None) -> None:
         """Hold these tensors, which are on `device` (None: the CPU)."""
@@ -136,7 +136,7 @@ class Whole:
             self._tensors[name] = box.of(self._stacks[stack]).view(tensor.shape).copy_(tensor)
 
     def change(self, share: float) -> None:
-        """Flip the last bit of a share of each tensor's numbers, different ones each time."""
+        """Flip the last bit of a random share of the numbers of each tensor; each call chooses other numbers."""
         import torch
 
         for tensor in self._tensors.values():
@@ -144,7 +144,7 @@ class Whole:
             tensor.view(torch.int16).bitwise_xor_(moves.to(torch.int16))
 
     def export(self) -> Any:
-        """Yield a clone per tensor: the cost of the trainer's export if nothing is gathered from other ranks."""
+        """Yield a clone of each tensor, which costs as much as the trainer's export if nothing is gathered from other ranks."""
         return ((name, tensor.clone()) for name, tensor in self._tensors.items())
 
     def held(self) -> Any:
@@ -155,9 +155,9 @@ class Whole:
 
 
 def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> list[Row]:
-    """Publish one model by one backend after the other; first publishes (page faults, lazy imports) are left out.
+    """Publish one model by each backend in turn; first publishes, with page faults and lazy imports, are left out.
 
-    shares: shares of the numbers that have changed, for publishes of changes.
+    shares: shares of the numbers that change, for publishes with sync.delta.
     """
     import torch
     from engine_process import EngineProcess

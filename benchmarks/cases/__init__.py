@@ -1,4 +1,4 @@
-"""Cases of run.py: one module each, named in ORDER, with a Case called CASE."""
+"""Cases of run.py. Each has a module, named in ORDER, with a Case called CASE."""
 
 from __future__ import annotations
 

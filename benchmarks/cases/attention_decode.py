@@ -15,7 +15,7 @@ from marsrl.kernels.attention_decode.reference import attention_decode_reference
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; tokens counts the positions of all caches together, S x L."""
+    """Return the shapes; `tokens` is the number of positions in all caches together, S x L."""
     if quick:
         return [Shape(device, tokens=4 * 32, sequences=4, heads=4, kv_heads=2, head_size=16, note="caches of 32")]
     if device == "cpu":
@@ -55,7 +55,7 @@ def _build(shape: Shape) -> Bench:
         cached = lengths.int()
         candidates.append(compared.variant(name, lambda q, k, v: flash(q[:, None], k, v, cache_seqlens=cached)[:, 0]))
     num_known = int(lengths.sum())
-    flops = 4.0 * num_known * shape.heads * shape.head_size  # q k^T and p v
+    flops = 4.0 * num_known * shape.heads * shape.head_size  # for q k^T and p v
     num_bytes = 2.0 * num_known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
     return Bench(candidates, partial(compared.judge, eager), flops, num_bytes, q.nbytes)
 

@@ -28,7 +28,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def lengths(shape: Shape) -> list[int]:
-    """Return long-tailed lengths, as in rollouts: sequence i is about twice as long as sequence i + 4; they sum to T."""
+    """Return long-tailed lengths that sum to T, as in rollouts: sequence i is about twice as long as sequence i + 4."""
     weights = [2.0 ** (-i / 4) for i in range(shape.sequences)]
     sizes = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
     sizes[0] += shape.tokens - sum(sizes)
@@ -56,7 +56,8 @@ def _build(shape: Shape) -> Bench:
     options["max_seqlen"] = max(sizes)
     for name, why_not, run in _others(q):
         variants.append(compared.variant(name, partial(run, **options)) if why_not is None else Missing(name, why_not))
-    # A causal mask has n^2 / 2 pairs, with q k^T and p v forward, and five such products backward.
+    # A causal mask leaves n^2 / 2 pairs of query and key. The forward has two products over them (q k^T and p v), the backward
+    # five.
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
     result_bytes = q.nbytes * 2 + k.nbytes + v.nbytes
@@ -73,7 +74,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
-    """Attend on [S, L, ...], as a trainer without packing stores its batch. The padding is part of its cost."""
+    """Attend on a padded batch [S, L, ...], as in a trainer without packing, so that padding costs time."""
     query, key, value = (
         torch.nn.utils.rnn.pad_sequence(list(tensor.split(sizes)), batch_first=True).transpose(1, 2)
         for tensor in (q, k, v)
@@ -83,7 +84,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]]:
-    """Yield kernels of other projects that ours can use: (name, reason why it cannot run or None, function)."""
+    """Yield (name, reason why it cannot run or None, function) for each kernel of other projects that our op can dispatch to."""
     for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
         reason = flash.machine_lacks(version) or flash.why_not(version, q)
         yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)

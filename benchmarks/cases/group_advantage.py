@@ -1,4 +1,4 @@
-"""group_advantage: rewards minus the mean of their group, over its deviation."""
+"""group_advantage: rewards minus the mean of their group, divided by the group's standard deviation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", eager),
         compared.variant("a loop over groups", partial(_loop, group_of=group_of)),
     ]
-    num_bytes = shape.sequences * (4 + 3 * 8 + 4)  # reward, three ids, advantage
+    num_bytes = shape.sequences * (4 + 3 * 8 + 4)  # reward, three ids and advantage per sample
     return Bench(variants, partial(compared.judge, eager), 6.0 * shape.sequences, num_bytes, rewards.nbytes)
 
 

@@ -1,4 +1,4 @@
-"""grouped_linear: each expert's linear layer on its own rows, forward and backward."""
+"""grouped_linear: each expert's linear layer on the expert's rows, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marsrl.kernels import grouped_linear
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; hidden is K, the width of the layer's input and of its output."""
+    """Return the shapes; `hidden` is K, the width of the layer's input and of its output."""
     if quick:
         return [Shape(device, tokens=64, hidden=32, experts=4)]
     if device == "cpu":
@@ -43,7 +43,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _counts(shape: Shape) -> list[int]:
-    """Return uneven counts, as in routing: expert i gets twice the rows of expert i + E / 4; they add up to T."""
+    """Return uneven counts of rows that add up to T, as in routing: expert i gets twice the rows of expert i + E / 4."""
     weights = [2.0 ** (-4 * i / shape.experts) for i in range(shape.experts)]
     counts = [int(shape.tokens * weight / sum(weights)) for weight in weights]
     counts[0] += shape.tokens - sum(counts)

@@ -1,4 +1,4 @@
-"""linear_policy_loss: hidden states and head to the clipped loss, dX and dW. The headline."""
+"""linear_policy_loss: clipped loss, dX and dW from hidden states and head weight; the headline case."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _loss_inputs(inputs: HeadInputs) -> LossInputs:
 
 
 def _objective(inputs: HeadInputs) -> Objective:
-    """Return the negated objective of arXiv:1707.06347, eq. 7, over the mask."""
+    """Return the loss over the mask: the negated objective of arXiv:1707.06347, eq. 7."""
     total = inputs.num_trained
 
     def objective(logprobs: Tensor, entropy: Tensor | None, rows: Rows) -> Tensor:
@@ -102,7 +102,7 @@ def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor], is_ours: bool) -> R
 
 
 def _judge(inputs: HeadInputs, objective: Objective) -> Judgement:
-    # The terms of the loss nearly cancel, so its scale is the size of the terms.
+    # The terms of the loss nearly cancel, so errors are judged relative to the size of the terms.
     return replace(head.judge(inputs, objective), scales={"value": float(inputs.token_advantages.abs().mean())})
 
 

@@ -1,7 +1,7 @@
-"""moe_permute and moe_unpermute: copy tokens to rows sorted by expert, and sum rows by token; forward and backward.
+"""moe_permute and moe_unpermute: copy tokens to rows sorted by expert, and sum each token's rows; forward and backward.
 
-The time includes reading the router's map. The router's weights are permuted too, but their gradient is left out: it is small
-compared with the tokens'.
+The time includes reading the router's map. The router's weights are permuted too, but their gradient, which is small compared
+with that of the tokens, is left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOP_K = 8
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; hidden is H, and each token goes to 8 experts."""
+    """Return the shapes; each token goes to 8 experts."""
     if quick:
         return [Shape(device, tokens=32, hidden=16, experts=16)]
     if device == "cpu":

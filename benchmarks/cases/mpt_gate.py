@@ -1,4 +1,4 @@
-"""mpt_gate: the mean entropy of each positive sample against a threshold."""
+"""mpt_gate: comparison of each positive sample's mean entropy with a threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pack, kept_rows: inputs of a forward pass over packed sequences, from the samples' concatenated arrays."""
+"""pack and kept_rows: inputs of a forward pass over packed sequences, from the concatenated arrays of the samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from marsrl.kernels import kept_rows, pack
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; a quarter of each sequence is its prompt."""
+    """Return the shapes; a quarter of each sequence is its prompt."""
     if quick:
         return [Shape(device, tokens=64, sequences=4)]
     if device == "cpu":
@@ -28,7 +28,7 @@ def _build(shape: Shape) -> Bench:
     logprobs = -torch.rand(shape.tokens, device=shape.device, generator=generator)
     is_sampled = torch.cat([torch.arange(size, device=shape.device) >= max(1, size // 4) for size in sizes])
     cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=shape.device)
-    num_kept = int(is_sampled.sum())  # known to the host, so that ours does not synchronise
+    num_kept = int(is_sampled.sum())  # known to the host, so that our op does not synchronise
 
     def ours(logprobs: Tensor) -> Tensor:
         packed = pack(token_ids, is_sampled, cu_seqlens, shape.tokens, logprobs=logprobs)

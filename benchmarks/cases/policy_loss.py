@@ -1,4 +1,4 @@
-"""policy_loss: the clipped loss with tokens per agent, on given log-probs."""
+"""policy_loss: the clipped loss of given log-probs, with sums per agent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", partial(plain, _eager)),
         compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
-    # Per token 4 numbers and the mask are read, and the coefficient is written.
+    # For each token, 4 numbers and the mask are read, and the coefficient is written.
     return Bench(variants, judge, 20.0 * shape.tokens, shape.tokens * (5 * 4 + 1), logprobs.nbytes)
 
 
@@ -70,7 +70,7 @@ def _eager(
     logprobs: Tensor, entropy: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor, mask: Tensor,
     agent_of: Tensor, total: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the loss and the metrics per agent that a trainer logs."""
+    """Compute the loss, and the metrics per agent that a trainer logs."""
     old, rollout = old.to(logprobs.dtype), rollout.to(logprobs.dtype)
     length = logprobs.numel() // advantages.numel()
     of_token, agent = advantages.repeat_interleave(length), agent_of.repeat_interleave(length)

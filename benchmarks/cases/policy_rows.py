@@ -1,4 +1,4 @@
-"""Row kernel alone: a chunk of float32 logits to statistics, coefficients and the gradient in place."""
+"""policy_rows: the row kernel alone, from a chunk of float32 logits to statistics, coefficients and gradients in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
 
-GPU_CHUNK_BYTES = 448 * 2**20  # the fused loss's chunk on a GPU
-CHUNK_BYTES = 4 * 2**20  # size of a chunk of logits: above an L2 cache, well inside a last-level cache
+GPU_CHUNK_BYTES = 448 * 2**20  # chunk of the fused loss on a GPU
+CHUNK_BYTES = 4 * 2**20  # bytes of a chunk of logits: more than an L2 cache, far less than a last-level cache
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
@@ -52,7 +52,8 @@ def _build(shape: Shape) -> Bench:
 
     def judge() -> Judgement:
         judgement = compared.judge(partial(plain, _eager))
-        # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp; the target's dz is proportional to it.
+        # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp. The target's dz is proportional to the
+        # ratio.
         size = float(judgement.exact["dz"].abs().max() * judgement.exact["logprobs"].abs().max())
         return replace(judgement, scales={"dz": size, "loss": float(advantages.abs().sum())})
 
@@ -69,13 +70,14 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", partial(plain, _eager)),
         compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
-    # Each logit needs two exp of about 20 operations. Memory traffic is the bound: logits are read twice and written once.
+    # Each logit needs two exponentials of about 20 operations each. Memory is the bottleneck: logits are read twice and written
+    # once.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
     return Bench(variants, judge, flops, num_bytes, 0)
 
 
 class _Ours:
-    """The steps of the fused loss between its GEMMs, on buffers that are reused."""
+    """Our variant: the steps of the fused loss between its GEMMs, on buffers that are reused."""
 
     def __init__(
         self, kernels: RowKernels, logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float

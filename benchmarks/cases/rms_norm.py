@@ -17,8 +17,8 @@ EPS = 1e-6
 def _shapes(device: str, quick: bool) -> list[Shape]:
     """Return shapes.
 
-    hidden: N of a row. heads: number of a token's query and key heads in the projection, of which one is a key head; 0: rows
-    are contiguous. note: "rotated" means that each row is rotated by its own angle.
+    hidden: width N of a row. heads: number of query and key heads per key head in the projection that the rows are taken from; 0:
+    rows are contiguous. note: "rotated" if rows are rotated too, by the angles of their token.
     """
     if quick:
         return [Shape(device, tokens=64, hidden=32, heads=5), Shape(device, tokens=64, hidden=33)]
@@ -42,7 +42,7 @@ def _eager(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _eager_rotated(x: Tensor, weight: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate as transformers does: cos and sin in the dtype of x, repeated for both halves of each pair."""
+    """Rotate as transformers does, with cos and sin in the dtype of x, repeated for both columns of each pair."""
     cos, sin = (torch.cat((half, half), -1).to(x.dtype) for half in rotation.chunk(2, -1))
     normed = _eager(x, weight)
     first, second = normed.chunk(2, -1)
@@ -66,7 +66,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", eager),
         compared.variant("torch.compile", compiled(eager)),
     ]
-    # Per column 2 numbers are read or written forward, and 3 backward.
+    # For each column, 2 numbers are read or written in the forward, and 3 in the backward.
     num_bytes = 5.0 * gradient.nbytes + (0 if rotation is None else 2 * rotation.nbytes)
     return Bench(variants, partial(compared.judge, eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
 

@@ -14,7 +14,7 @@ from marsrl.kernels import swiglu
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """Return shapes; hidden is F, the width of an expert or of the layer. experts: their number; 0: a dense layer."""
+    """Return the shapes; `hidden` is F, the width of an expert or a dense layer. experts: number of experts; 0: a dense layer."""
     if quick:
         return [Shape(device, tokens=64, hidden=33, experts=4), Shape(device, tokens=64, hidden=32)]
     if device == "cpu":
@@ -48,7 +48,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", _eager),
         compared.variant("torch.compile", compiled(_eager)),
     ]
-    # Per column 3 numbers are read or written forward, and 5 backward.
+    # For each column, 3 numbers are read or written in the forward, and 5 in the backward.
     num_bytes, result_bytes = 8.0 * gradient.nbytes, leaves["dx"].nbytes + gradient.nbytes
     return Bench(variants, partial(compared.judge, _eager), 30.0 * gradient.numel(), num_bytes, result_bytes)
 

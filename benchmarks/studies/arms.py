@@ -5,7 +5,7 @@ drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose a
 mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
 refill   rollout.refill with a Solver alone, on configs/cpu_solver_verifier.yaml
 adapters "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025) on configs/cpu_adapters.yaml
-foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` with Solvers from elsewhere
+foreign  MarsRL's Table 3: the trained team of the arm `whole` of the study marsrl, with foreign Solvers
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREE, FIVE = 3, 5
 
 @dataclass(frozen=True)
 class Arm:
-    """Arm of a study. settings: changes to the study's preset; num_seeds: 5 for arms that test a paper's claim."""
+    """Arm (variant) of a study. settings: changes to the study's preset. num_seeds: 5 for arms that test a claim of a paper."""
 
     settings: tuple[str, ...] = ()
     num_seeds: int = THREE
@@ -30,9 +30,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """Study of several arms. evaluated: rows of the evaluation to store. agents: agents whose rewards to store.
+    """Study of several arms. evaluated: rows of the evaluation to store. agents: agents whose rewards are stored.
 
-    counted: metrics whose means over the last quarter of the steps are kept. has_curve: its arms evaluate during training.
+    counted: metrics whose means over the last quarter of the steps are stored. has_curve: the arms also evaluate during training.
     """
 
     preset: str
@@ -44,7 +44,7 @@ class Study:
 
 
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
-PICKS = ("random", "balanced", "paired", "adaptive")  # the preset's choice: Verifiers paired, Correctors balanced
+PICKS = ("random", "balanced", "paired", "adaptive")  # the preset uses paired for Verifiers and balanced for Correctors
 NORMALISE = {"agent": FIVE, "trajectory": FIVE, "global": FIVE, "agent_mean": THREE, "agent_std": THREE}
 SOLVER_ALONE, CRITICS_ALONE = "credit.train_agents=solver", f"credit.train_agents=[{','.join(CRITICS)}]"
 TRAJECTORY = "rollout.pipeline=trajectory"
@@ -56,7 +56,7 @@ ADAPTED = (  # a Solver and a Verifier on one frozen base
 POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapters": ADAPTED}
 TEAM = ("solver", *CRITICS)
 WHOLE_WEIGHTS = ("base=null", "dtype=float32", "adapter=null", "optimizer.lr=6.0e-4")
-STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
+STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as in the papers
 REFILL = "rollout.refill={groups: 6, most: 2.0}"  # a step has 8 problems
 MOSTLY_RIGHT = ("orchestration=solver", STRONG, "run.eval_every=3", "run.keep_best=false")
 
@@ -133,10 +133,10 @@ STUDIES = {
 
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
-"""Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes. Verifier
-and Corrector: those of this seed, before training (untrained) or after it.
+"""Teams to evaluate, in the study `foreign`. The Solver is the team's own, the warm start of another seed, or one of another kind
+(another shape, tutor and mistakes). Verifier and Corrector are those of the seed before training ("untrained") or after training.
 """
-# A model of 107,456 instead of 568,416 parameters. It errs mostly at + and -; this team's tutors err mostly at *.
+# A model of 107,456 instead of 568,416 parameters. It makes mistakes mostly at + and -, the team's own tutors mostly at *.
 OTHER_KIND = (
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
@@ -147,7 +147,7 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # quantiles of Student's t, by
 
 
 def shown(study: Study, run: Path) -> dict[str, float]:
-    """Return the numbers of one training."""
+    """Return the numbers to store for one training."""
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
 
@@ -163,9 +163,9 @@ def shown(study: Study, run: Path) -> dict[str, float]:
 
 
 def curves(run: Path) -> dict[str, list[float]]:
-    """Return the team's accuracy before, during (run.eval_every) and after a training, and what was spent until each.
+    """Return the team's accuracy before, during (run.eval_every) and after a training, with tokens and seconds spent until then.
 
-    tokens: tokens decoded in training. step_seconds: seconds of the steps, without evaluations.
+    tokens: number of tokens decoded for training. step_seconds: seconds of the steps, without evaluations.
     """
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
@@ -187,7 +187,7 @@ def curves(run: Path) -> dict[str, list[float]]:
 
 
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Return updates, steps that trained nothing, and trained tokens, in total and by agent."""
+    """Return the number of updates, of steps that trained nothing, and of trained tokens, in total and by agent."""
     updates = [sum(_of(row, "actor/updates")) for row in rows]
     numbers = {"updates": float(sum(updates)), "empty_steps": float(sum(not num_updates for num_updates in updates))}
     tokens = {agent: sum(sum(_of(row, f"actor/{agent}/tokens")) for row in rows) for agent in agents}
@@ -195,14 +195,14 @@ def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
-    """Return the largest gradient norm and the number of spikes; several policies' gradients count as one vector."""
+    """Return the largest gradient norm and the number of spikes; the gradients of several policies count as one vector."""
     norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
     spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
     return {"grad_norm_max": max(norms), "grad_spikes": spikes}
 
 
 def _of(row: Any, metric: str) -> list[float]:
-    """Return the metric of every policy; with several policies its name begins with the policy's."""
+    """Return this metric of every policy; with several policies, the metric's name begins with the policy's name."""
     return [value for name, value in row.items() if f"/{name}".endswith(f"/{metric}") and value is not None]
 
 
@@ -227,7 +227,7 @@ def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
-    """Return means of these metrics over the last quarter of the steps, and over policies if each has its own; 0 if missing."""
+    """Return the means of these metrics over the last quarter of the steps and over policies; missing metrics are 0."""
     last = rows[-max(1, len(rows) // 4) :]
 
     def value(row: Any, name: str) -> float:
@@ -238,7 +238,7 @@ def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return (mean, half of its Student's 95% interval); infinite for a single value."""
+    """Return (mean, half-width of its 95% interval by Student's t), which is infinite for a single value."""
     if len(values) < 2:
         return statistics.fmean(values), math.inf
     t = T_95.get(len(values), 1.96)

@@ -1,4 +1,4 @@
-"""Studies of docs/evidence.md: the papers' claims, and our own, beside the results of teams that a CPU trains in minutes.
+"""Run the studies of docs/evidence.md, which test claims of the papers and of marsrl on teams that a CPU trains in minutes.
 
     python benchmarks/studies/evidence.py                       writes the page from existing results; lists what is missing
     python benchmarks/studies/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
@@ -6,8 +6,8 @@
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so an interrupted command can be
 resumed. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To
 repeat a study, delete its files. --run needs a clean tree and an otherwise idle machine, because it records times. Runs and warm
-starts stay in runs/evidence, one folder for each state of the training code, because foreign Solvers are evaluated with
-the team of `whole`.
+starts are kept in runs/evidence, in one folder per state of the training code, because foreign Solvers are evaluated with the
+team that the arm `whole` has trained.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from evidence_page import PAGE, ROOT, Result, Results, page
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
 TRAINS = ("kernels", "rollout", "trainer", "commands", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
-WRITTEN = ("benchmarks/results", "docs")  # written by this command; these cannot change a number
+WRITTEN = ("benchmarks/results", "docs")  # written by this command; changes in them cannot change a number
 GAMES = {"kuhn": kuhn.GAME, "toll": toll.GAME}
 
 
 @dataclass(frozen=True)
 class Job:
-    """Training of an arm; in the study `foreign`, an evaluation with the team that `whole` has trained."""
+    """Training of an arm with a seed. In the study `foreign`, an evaluation with the team that the arm `whole` has trained."""
 
     study: str
     arm: str
@@ -54,7 +54,7 @@ class Job:
 
     @property
     def settings(self) -> list[str]:
-        """Settings of the training; for an evaluation, settings of its foreign Solver."""
+        """Settings of the training; for an evaluation, settings of the foreign Solver."""
         if self.study in GAMES:
             game = GAMES[self.study]
             return [*game.settings, *game.arms[self.arm], f"run.seed={self.seed}"]
@@ -67,9 +67,9 @@ class Job:
 
 
 def every_job(only: Sequence[str]) -> list[Job]:
-    """Return all jobs, ordered by seed first, so that an interrupted table has complete seeds.
+    """Return all jobs, ordered by seed first, so that an interrupted study has complete seeds.
 
-    An evaluation comes after the training that it needs.
+    An evaluation comes after the training whose team it needs.
     """
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
@@ -101,13 +101,13 @@ def changed_files() -> str:
 
 
 def state_of_the_code() -> str:
-    """Return a name for the training code of HEAD."""
+    """Return a name for the state of the training code at HEAD."""
     return hashlib.sha256(git("ls-tree", "HEAD", "--", *TRAINS).stdout.encode()).hexdigest()[:12]
 
 
 @cache
 def is_clean(commit: str) -> bool:
-    """Return True if the commit is in the repository and its tree was clean."""
+    """Return True if the commit is in the repository and was recorded with a clean tree."""
     return not commit.endswith("+") and git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
 
 
@@ -137,7 +137,7 @@ class Runner:
         for job in jobs:
             whole_job = Job("marsrl", "whole", job.seed)
             if job.study == "foreign" and whole_job not in trainings and not (self.runs / whole_job.name).exists():
-                trainings.append(whole_job)  # the run of `whole` is on another machine, or deleted
+                trainings.append(whole_job)  # its run is on another machine, or deleted
         self._at_once(partial(self.train, job) for job in trainings)
         self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 
@@ -151,7 +151,7 @@ class Runner:
                 raise
 
     def _warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
-        """Return the settings of each warm-started policy that the jobs need, once each."""
+        """Return the settings of the warm-started policies that the jobs need, without duplicates."""
         from marsrl.trainer.config.read import read_config
         from marsrl.trainer.supervised.warm_start import SHAPE, name_of, recipe_of
 
@@ -166,7 +166,7 @@ class Runner:
         return list(starts.values())
 
     def _make(self, words: Sequence[str]) -> Path:
-        """Return the directory of the warm-started policy of these settings."""
+        """Return the directory of the warm-started policy with these settings; train it if needed."""
         output, _ = self._call([__file__, "--warm-start", *words])
         return Path(output.strip().rpartition("\n")[2])
 
@@ -200,16 +200,16 @@ class Runner:
             _, usage = self._call([str(ROOT / "trainer" / "main.py"), *settings])
             study = STUDIES[job.study]
             self._keep(job, start, shown(study, run) | usage, curves=curves(run) if study.has_curve else {})
-        except RuntimeError as error:  # A training that stops is a result: it is reported, but enters no mean.
+        except RuntimeError as error:  # A training that stops is a result too. It is reported, but no mean includes it.
             self._keep(job, start, {}, stopped=str(error))
 
     def _game(self, study: str, seed: int, *arms: str) -> list[str]:
-        """Return the arguments for a game's script, which trains these arms; without arms it makes only the seed's start."""
+        """Return the arguments with which a game's script trains these arms; without arms it makes only the initial model."""
         folder = self.runs / study
         return [str(GAMES[study].file), "--folder", str(folder), "--seeds", str(seed), "--arms", *arms]
 
     def play(self, job: Job) -> None:
-        """Train a game's arm, and keep what its script measures."""
+        """Train an arm of a game, and store the numbers that the game's script measures."""
         game, start = GAMES[job.study], time.monotonic()
         shutil.rmtree(self.runs / job.study / game.run_name(job.arm, job.seed), ignore_errors=True)
         try:
@@ -220,8 +220,8 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """Measure the foreign team's accuracy, that of its Solver's first answers in the same episodes, and the gain from the
-        other agents.
+        """Measure the accuracy of the team with a foreign Solver, the accuracy of the Solver's first answers in the same
+        episodes, and their difference, the gain from the other agents.
         """
         from marsrl.trainer.report.summary import Evaluation
 
@@ -286,7 +286,7 @@ def _line(found: dict[str, float]) -> str:
 
 
 def plan(jobs: Sequence[Job], results: Results) -> str:
-    """Return a Markdown table with the number of finished seeds, and of all seeds, per arm."""
+    """Return a Markdown table with finished and planned seeds per arm."""
     lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
         jobs_of_arm = [job for job in jobs if (job.study, job.arm) == (study, arm)]

@@ -1,7 +1,8 @@
-"""Tables of docs/evidence.md, made from results. evidence.py puts them into the page, whose text is written by hand.
+"""Tables of docs/evidence.md, made from results. evidence.py puts them into the page; the text between them is written by hand.
 
-Two arms differ if Student's 95% interval of their mean difference over seeds excludes 0 (arms share a seed's warm start, problems
-and random draws). The text under a table describes exactly that table, and is removed when its numbers change.
+Two arms differ if the 95% interval (Student's t) of their mean difference over seeds excludes 0. With the same seed, arms share
+the warm start, problems and random draws. The text under a table describes exactly that table, and is removed when its numbers
+change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PAGE = ROOT / "docs" / "evidence.md"
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one training or evaluation. stopped: the last line of output if it failed."""
+    """Result of one training or evaluation. stopped: last line of output, if the training failed."""
 
     study: str
     arm: str
@@ -33,7 +34,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    # Curves of arms.curves, or over a game's checkpoints.
+    # Curves from arms.curves, or over the checkpoints of a game.
     curves: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
@@ -42,10 +43,11 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """Table of a section. groups: arms to compare; the first of a group is compared with each other one.
+    """Table of a section. groups: arms to compare; each arm of a group is compared with the first one.
 
     columns: {number of a result: heading}; the first `num_compared` ones show intervals over seeds, and are compared.
-    at_tokens, at_step_seconds: the team's accuracy at the point where it had spent as much as the seed's cheapest arm in total.
+    at_tokens, at_step_seconds: columns with the team's accuracy when the arm had spent as many tokens, or seconds of steps, as
+    the seed's cheapest arm spends in total.
     """
 
     study: str
@@ -55,7 +57,7 @@ class Claim:
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
-    """Return {seed: value} of the finished trainings."""
+    """Return {seed: value of this number} for the finished trainings of an arm."""
     if column.startswith("at_"):
         return _at_equal(claim, arm, column.removeprefix("at_"), results)
     return {
@@ -66,7 +68,7 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 
 
 def _at_equal(claim: Claim, arm: str, spent: str, results: Results) -> dict[int, float]:
-    """Return {seed: accuracy, interpolated between evaluations}, for seeds with which every arm of the claim has finished."""
+    """Return {seed: interpolated accuracy at equal spending}, for seeds that all arms of the claim have finished."""
     arms = [each for group in claim.groups for each in group]
     found = {}
     for seed in sorted({seed for _, _, seed in results}):
@@ -80,7 +82,7 @@ def _at_equal(claim: Claim, arm: str, spent: str, results: Results) -> dict[int,
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Return the mean difference with its 95% interval over common seeds, bold if the interval excludes 0."""
+    """Return the text of the mean difference over common seeds and its 95% interval; bold if the interval excludes 0."""
     paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(paired) < 2:
         return "–"
@@ -90,7 +92,7 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
 
 
 def table(claim: Claim, results: Results) -> str:
-    """Return Markdown with means of all columns over seeds, and the compared columns' differences to the group's first arm."""
+    """Return a Markdown table: means over seeds, and differences from the group's first arm in the compared columns."""
     compared = [*claim.columns][: claim.num_compared]
     differences = [f"difference, {claim.columns[name]}" for name in compared] if len(compared) > 1 else ["difference"]
     headings = ["", "seeds", *claim.columns.values(), *differences]

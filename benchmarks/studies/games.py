@@ -1,4 +1,4 @@
-"""Trainings of a tiny policy in a small game whose tree is computed exactly; kuhn.py and toll.py are the games.
+"""Training of a tiny policy in a small game whose values are computed exactly; kuhn.py and toll.py are the games.
 
 A policy starts as a random model that has imitated the game's demonstrations. Its checkpoints are scored with transformers.
 """
@@ -19,16 +19,16 @@ from typing import Any
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 Chat = list[dict[str, str]]
 Measured = tuple[dict[str, float], dict[str, list[float | None]]]
-"""Numbers of a training, and curves over its checkpoints; a curve's first value is that of the initial model."""
+"""Numbers of a training, and curves over its checkpoints, which begin with the value of the initial model."""
 
 
 @dataclass(frozen=True)
 class Game:
-    """Game and the arms of its study. settings: settings of all arms, without paths.
+    """Game with the arms of its study. settings: settings that all arms share, without paths.
 
-    file: script that defines the task and the environment by these names. demonstrations: objects for data.demonstrations.
-    measure: function of an arm, its run and its policies (model directories) that returns numbers.
-    programs: {arm: script that trains it in place of trainer/main.py}.
+    file: script that defines the classes `task` and `environment`. demonstrations: objects for data.demonstrations. measure:
+    function of an arm, the arm's run and the run's policies (model directories) that returns the numbers.
+    programs: {arm: script that trains the arm in place of trainer/main.py}.
     """
 
     file: Path
@@ -51,14 +51,14 @@ SETTINGS = (
 
 
 def start(game: Game, folder: Path, seed: int) -> Path:
-    """Return the directory of the seed's initial model; make it unless the folder has it."""
+    """Return the directory of the seed's initial model, which is made unless the folder has it."""
     from marsrl.trainer.models.init_model import init_model
 
     recipe = json.dumps([game.settings, game.demonstrations])
     name = f"start{seed}-{hashlib.sha256(recipe.encode()).hexdigest()[:8]}"
     if not (folder / name / "hf").exists():
         for left in (folder / name, folder / f"{name}-random"):
-            shutil.rmtree(left, ignore_errors=True)  # A killed command may have left them.
+            shutil.rmtree(left, ignore_errors=True)  # left by a killed command
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "moves.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in game.demonstrations))
         model = init_model("tiny", "bytes", folder / f"{name}-random", seed)
@@ -91,7 +91,7 @@ def train(game: Game, folder: Path, arm: str, seed: int, more: Sequence[str] = (
 
 
 def next_words(model: Path, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float]]:
-    """Return the probability of each word, one token, as the next token of each chat."""
+    """Return the probability of each word, which must be one token, as the next token of each chat."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,16 +1,17 @@
-"""Samples, tokens and credit of a session, by the way in which a harness calls its agent; answers are made up, a token is a byte.
+"""Measure samples, tokens and credit of sessions for different ways in which a harness calls its agent.
 
     python benchmarks/studies/harness_patterns.py [--patterns append_only branches] [--json FILE]
 
-Each pattern plays two sessions of 8 turns through the gateway, with rewards 1 and 0. Columns:
+Each pattern plays two sessions of 8 turns through the gateway, with rewards 1 and 0. Answers are made up, and a token is a byte.
+Columns:
 
-    fed       tokens of samples with a reward, all of which the trainer computes
+    fed       tokens that the trainer computes: all tokens of samples with a reward
     once      the same tokens, with a prefix that several samples of a session share counted once
     trained   sampled tokens with a gradient, and all sampled tokens
     credit    advantages of the samples of the first session, and of the second
     why       reason why the first sample that does not continue an earlier one is a new sample
 
-A call that is cut off may extend its sample first or not, which differs between runs.
+If a call is cut off and repeated, either of the two may extend the sample, which differs between runs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def output(turn: int) -> dict[str, Any]:
 
 
 def begin(problem: Any, system: str = "") -> Chat:
-    """Return the first chat of a context. system: words added to the system prompt."""
+    """Return the chat with which a context begins. system: words that are added to the system prompt."""
     return [{**SYSTEM, "content": SYSTEM["content"] + system}, {"role": "user", "content": problem.question}]
 
 
@@ -78,7 +79,7 @@ def call_ids_made_anew(problem: Any, client: Any) -> None:
 
 
 def sub_agents(problem: Any, client: Any) -> None:
-    """Every second answer starts a sub-agent's context of 3 calls, and receives the last answer in it."""
+    """Every second answer starts a sub-agent with a context of 3 calls, whose last answer is returned to the main agent."""
     chat = begin(problem)
     for turn in range(TURNS):
         chat += [client.chat("solver", chat).message, output(turn)]
@@ -120,7 +121,7 @@ def last_three_turns(problem: Any, client: Any) -> None:
 
 
 def edited(problem: Any, client: Any, edit: Callable[[str], str]) -> None:
-    """Earlier answers come back edited."""
+    """Return a pattern in which earlier answers come back edited."""
     chat = begin(problem)
     for turn in range(TURNS):
         message = client.chat("solver", chat).message
@@ -150,7 +151,7 @@ def clock_as_the_last_message(problem: Any, client: Any) -> None:
 
 
 def branches(problem: Any, client: Any) -> None:
-    """Four branches of 2 calls each start at once after 4 turns; one goes on for 2 calls more."""
+    """After 4 turns, four branches of 2 calls each start at once; one of them continues for 2 more calls."""
     common = append_only(problem, client, turns=4)
 
     def branch(number: int) -> Chat:
@@ -160,7 +161,7 @@ def branches(problem: Any, client: Any) -> None:
         return chat
 
     with ThreadPoolExecutor(4) as pool:
-        # Wait for all branches: with next() on the first, calls that have not begun would be cancelled.
+        # Wait for all branches: taking only the first result would cancel calls that have not begun.
         chat, *_ = pool.map(branch, range(4))
     for turn in range(2):
         chat += [client.chat("solver", chat).message, output(turn)]
@@ -175,7 +176,7 @@ def answer_thrown_away(problem: Any, client: Any) -> None:
 
 
 def call_cut_off(problem: Any, client: Any) -> None:
-    """The client closes the connection of the seventh call, and repeats the call without the header of a retry."""
+    """The client closes the connection of the seventh call, and repeats the call without the header that marks a retry."""
     chat, url = append_only(problem, client, turns=6), urllib.parse.urlsplit(client.base_url)
     connection = http.client.HTTPConnection(url.netloc)
     headers = {"authorization": f"Bearer {client.api_key}", "content-type": "application/json"}
@@ -200,7 +201,7 @@ def run(problem: Any, client: Any) -> float:
 
 
 def num_nodes(sequences: Sequence[Sequence[int]]) -> int:
-    """Return the nodes of the trie of these sequences of tokens."""
+    """Return the number of nodes in the trie of these sequences of tokens."""
     ordered = sorted(map(tuple, sequences))
     shared = sum(sum(accumulate(map(eq, one, other), and_)) for one, other in pairwise(ordered))
     return sum(map(len, ordered)) - shared
@@ -208,7 +209,7 @@ def num_nodes(sequences: Sequence[Sequence[int]]) -> int:
 
 def measure(pattern: str, function: str = f"{Path(__file__).resolve()}:run") -> dict[str, Any]:
     """Play the pattern; return a row of the table, and the samples."""
-    from marsrl.commands.rehearsal import rehearse  # The worker of the program reads this file too.
+    from marsrl.commands.rehearsal import rehearse  # Late: the program's worker imports this file too.
     from marsrl.trainer.config.read import read_config
 
     os.environ["PATTERN"] = pattern

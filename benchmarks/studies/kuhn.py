@@ -1,12 +1,13 @@
-"""Kuhn poker in self-play: how far a policy of 12 decision points is from an equilibrium, computed exactly.
+"""Measure exactly how far a policy that learns Kuhn poker in self-play is from an equilibrium.
 
     python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 80 steps each
     python benchmarks/studies/kuhn.py run.steps=3 --folder /tmp/kuhn --arms none anchor --seeds 0
 
 Each player antes 1 and gets one of the cards 1, 2, 3. A move is a digit: 1 bets 1 (or calls a bet), 0 checks (or folds). Both
-players share one policy. It starts as a small random model that has imitated bets in 1, 2 or 3 of 4 games, by decision point.
-Exploitability is what a best response wins from the policy, mean of both seats: .4583 at the start, 0 in an equilibrium.
-The report has the last quarter of an arm's checkpoints, and the average policy of all.
+players share one policy. It has 12 decision points, and starts as a small random model that has imitated bets in 1, 2 or 3 of 4
+games, depending on the decision point. Exploitability is what a best response wins from the policy, on average over both seats:
+.4583 at the start, 0 in an equilibrium. It is reported for the last quarter of an arm's checkpoints, and for the average policy
+of all checkpoints.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ POINTS = tuple((card, history) for history in ("", "0", "1", "01") for card in (
 """Decision points: the player's card and the moves so far. The first player decides after an even number of moves."""
 
 Bets = Mapping[tuple[int, str], float]
-"""A policy: probability of the move 1 at each decision point."""
+"""Policy, as the probability of the move 1 (bet or call) at each decision point."""
 
 
 def payoff(deal: Sequence[int], history: str) -> int | None:
-    """Return what the first player wins from the second; None if a move is due."""
+    """Return what the first player wins from the second; None if the game is not over."""
     if history in ("00", "11", "011"):
         return (1 if deal[0] > deal[1] else -1) * (1 if history == "00" else 2)
     return {"10": 1, "010": -1}.get(history)
@@ -45,7 +46,7 @@ def value(bets: Bets, deal: Sequence[int], history: str = "") -> float:
 
 
 def exploitability(bets: Bets) -> float:
-    """Return what a best response wins per game, averaged over both seats. All of its 64 pure policies are tried."""
+    """Return what a best response wins per game, averaged over both seats, by trying all 64 pure policies."""
     best = []
     for seat, sign in enumerate((1, -1)):
         own = [point for point in POINTS if len(point[1]) % 2 == seat]
@@ -55,9 +56,9 @@ def exploitability(bets: Bets) -> float:
 
 
 def average(policies: Sequence[Bets]) -> Bets:
-    """Return the policy that plays as if one of these were drawn before each game.
+    """Return the average policy, which plays as if one of these policies were drawn before each game.
 
-    At each decision point a policy's moves are weighted by the probability with which its player reaches the point.
+    At each decision point, the moves of a policy are weighted by the probability with which its player reaches the point.
     """
     found = {}
     for card, history in POINTS:
@@ -69,7 +70,7 @@ def average(policies: Sequence[Bets]) -> Bets:
 
 
 class Deals(OwnTask):
-    """The six deals; each step plays all of them."""
+    """Task whose problems are the six deals; each step plays all of them."""
 
     def problems(self) -> list[tuple[str, str | None]]:
         return [(f"deal {a}{b}", f"{a}{b}") for a, b in DEALS]
@@ -98,19 +99,19 @@ class Kuhn:
 
 
 def chat(card: int, history: str) -> Chat:
-    """Return the chat of the player who decides, as the environment conducts it."""
+    """Return the chat that the environment shows to the player who decides."""
     return alternating([str(card), "0", "1"] if history == "01" else [f"{card}{history}"])
 
 
 def scored(model: Path) -> tuple[Bets, float]:
-    """Score both moves at each decision point: (bets among legal moves, largest probability of other tokens)."""
+    """Return (probability of a bet among legal moves at each decision point, largest probability of other tokens)."""
     moves = next_words(model, [chat(*point) for point in POINTS], "01")
     bets = {point: bet / (check + bet) for point, (check, bet) in zip(POINTS, moves, strict=True)}
     return bets, max(1 - check - bet for check, bet in moves)
 
 
 def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
-    """Score a training's policies. The first one is the initial model, which counts only in the average policy."""
+    """Measure the policies of a training. The first policy is the initial model, which counts only in the average policy."""
     policies, illegal = zip(*map(scored, models), strict=True)
     curve = [exploitability(bets) for bets in policies]
     num_last = max(1, (len(policies) - 1) // 4)
@@ -126,9 +127,9 @@ def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
 START = {
     (card, history): (card + turn) % 3 + 1 for turn, history in enumerate(("", "0", "1", "01")) for card in (1, 2, 3)
 }
-"""Number of bets in four games that the initial model has imitated, by decision point.
+"""Number of bets, of four games, that the initial model has imitated at each decision point.
 
-With equal numbers it would ignore the cards, and RL would move all decision points together."""
+With equal numbers the model would ignore the cards, and RL would move all decision points together."""
 KL = ("loss.kl=k3", "loss.kl_coef=0.2")
 GAME = Game(
     file=Path(__file__).resolve(),

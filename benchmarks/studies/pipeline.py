@@ -1,4 +1,4 @@
-"""Step time, idle engines, latency and staleness of the agentic pipeline and of segments, simulated on H100s.
+"""Simulate step time, idle engines, latency and staleness of the agentic pipeline and of segments on H100s.
 
     python benchmarks/studies/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 

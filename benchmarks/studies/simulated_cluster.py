@@ -67,17 +67,17 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from random_models import VOCABULARY, write_large_tokenizer
 
 CONFIG = "configs/qwen3_30b_a3b.yaml"
-BASE = 64  # number of GPUs that the numbers below are for; larger clusters have the same work per GPU
+BASE = 64  # number of GPUs to which the numbers below refer; larger clusters have the same work per GPU
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
-YOUNG = 4  # steps before the measured ones, until all five agents play
+YOUNG = 4  # steps before the measured ones; after them all five agents play
 PLAYED = 3  # measured steps, which vary in size
 STEADY = 24  # steps until the samples per step stop growing
 COARSE, FINE = 64, 4  # real tokens per simulated token
-TIMES = 3  # processes that measure 64 GPUs, because CPU seconds vary by a third
+TIMES = 3  # repetitions of the measurement for 64 GPUs, because CPU seconds vary by a third
 END = 512  # tokens at the end of a completion that are decoded; its answer or verdict takes about 250
 LONG = 32_768  # tokens of the completions in the comparison with overlap
 DIVISIONS = (0.5, 0.625, 0.75)  # shares of the GPUs that decode
-LENGTHS = Lengths(1.369)  # sigma: pipeline.py's fit
+LENGTHS = Lengths(1.369)  # sigma as fitted by pipeline.py
 
 
 # These parts' seconds grow with the played samples; those of other parts with the trained samples.
@@ -87,7 +87,7 @@ BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding its share
 
 @dataclass
 class Parts:
-    """CPU seconds by part, all threads of the process; a nested part interrupts the outer one."""
+    """CPU seconds by part, over all threads of the process; while a nested part runs, the outer part does not count."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -121,10 +121,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankZero:
-    """CPU seconds of rank 0 by part, over PLAYED steps that request `played` samples, and over the last one's trained `samples`.
+    """CPU seconds of rank 0 by part, over PLAYED steps; they request `played` samples, and the last one trains `samples`.
 
-    tokens: number of tokens in the samples' arrays, each of which stands for `grain` real ones. bytes: size of messages and
-    files, by contents.
+    tokens: number of tokens in the arrays of the samples; each stands for `grain` real tokens. bytes: size of messages and files,
+    by content.
     """
 
     gpus: int
@@ -150,7 +150,7 @@ class RankZero:
 
 
 def asynchronous(gpus: int) -> Setting:
-    """Return the pipeline of configs/qwen3_30b_a3b.yaml on so many GPUs."""
+    """Return the setting of configs/qwen3_30b_a3b.yaml on this number of GPUs."""
     training = TRAINING * gpus // BASE
     engines = round((gpus - training) / Constants.gpus_per_engine)
     return Setting(engines, PROBLEMS * gpus // BASE, "agentic", 4, overlap=1, trainer_gpus=training)
@@ -181,7 +181,7 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
 
 
 def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
-    """Return a function that makes a completion's text: it decodes the last tokens, and puts ready-made words for the rest.
+    """Return a function that makes the text of a completion: it decodes the last tokens, and uses ready-made words for the rest.
 
     Decoding everything, as engines do, would take most of the time and would evict rank 0's data from the caches.
     """
@@ -268,12 +268,12 @@ def trained(
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Return the slope of seconds over sizes, both as logarithms: 1 is linear."""
+    """Return the exponent of the growth of seconds with sizes (the slope of their logarithms); 1 is linear."""
     return float(np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-9)), 1)[0])
 
 
 def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
-    """Measure in this many separate processes, and return the median."""
+    """Measure in this number of separate processes, and return the median."""
     command = [sys.executable, __file__, "--measure", json.dumps([gpus, grain])]
     measured = []
     for _ in range(times):
@@ -283,7 +283,7 @@ def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
 
 
 def token_s(coarse: RankZero, fine: RankZero) -> float:
-    """Return the CPU seconds of one more token in a completion."""
+    """Return the CPU seconds that one more token in a completion costs."""
     return (fine.sample_s - coarse.sample_s) / (fine.sample_tokens - coarse.sample_tokens)
 
 

@@ -1,4 +1,4 @@
-"""trainer/main.py with a biased estimator in place of credit.turns=returns: means by turn, summed (turn_credit.py, toll.py)."""
+"""trainer/main.py with a biased estimator in place of credit.turns=returns: turn_credit.summed_means, for toll.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marsrl.trainer.main import main
 
 
 def advantages(samples: Iterable[Sample], config: CreditConfig) -> dict[str, list[float]]:
-    """Return the advantages of each sample's turns, by uid. Each session must have one sample."""
+    """Return {uid: advantages of the sample's turns}. Each session must have one sample."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         if not sample.reward.is_missing and sample.trained_turns:

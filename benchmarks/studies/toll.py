@@ -1,14 +1,16 @@
-"""A toll for hints: does a policy learn when to pay, with credit for whole sessions and for single turns?
+"""Test whether a policy learns to pay a toll for hints, with credit for whole sessions and for single turns.
 
     python benchmarks/studies/toll.py --folder runs/toll                       # 4 arms, 5 seeds, 16 steps each
     python benchmarks/studies/toll.py run.steps=3 --folder /tmp/toll --arms none turns --seeds 0
 
-A question is two digits; one of them, unknown, is the answer and pays 1. A turn is one token: a digit ends the session, "?" costs
-0.1 and is answered with the answer. The fourth "?" ends the session. Without hints a session returns 0.5 at best; with one, 0.9.
-The policy starts as a small random model that has imitated a hint in a third of the sessions, and often ignores what it is told.
+A question has two digits, one of which, unknown to the policy, is the answer. A turn is one token. A digit ends the session, and
+the right digit earns 1. "?" costs 0.1, and is followed by a hint: the answer. The fourth "?" ends the session. Without hints a
+session returns 0.5 at best; with one, 0.9. The policy starts as a small random model that has imitated asking for a hint in a
+third of the sessions; it often ignores the hint.
 
-Return and hints are exact for held-out questions, from the policy's probabilities of "?" and of the answer at each turn. The
-variance of an arm's advantages is divided by that of the advantages that `none` has for the same sessions.
+Expected return and number of hints are computed exactly for held-out questions, from the policy's probabilities of "?" and of the
+answer at each turn. The variance of an arm's advantages is divided by the variance of the advantages that the arm `none` would
+give to the same sessions.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ class Toll:
 
 
 def chat(question: str, answer: str, hints: int) -> Chat:
-    """Return the chat after this number of hints, as the environment conducts it."""
+    """Return the chat that the environment shows after this number of hints."""
     return alternating([question, *[HINT, answer] * hints])
 
 
 def outlook(turns: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return (expected return, expected hints) of a session. turns: probabilities of the hint and of the answer at each turn."""
+    """Return (expected return, expected number of hints) of a session. turns: probabilities of "?" and of the answer per turn."""
     gain, hints, reach = 0.0, 0.0, 1.0
     for hint, right in turns:
         gain += reach * (right - COST * hint)
@@ -70,7 +72,7 @@ def outlook(turns: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def scored(model: Path) -> tuple[float, float]:
-    """Return (return, hints) of a session, exact means over held-out problems."""
+    """Return the exact (expected return, expected number of hints) of a session, averaged over held-out problems."""
     problems = [(question, answer) for question in HELD_OUT for answer in question]
     found = []
     for question, answer in problems:
@@ -80,13 +82,13 @@ def scored(model: Path) -> tuple[float, float]:
 
 
 def session(text: str, reward: float) -> list[float]:
-    """Return the rewards of a logged session's turns, from the text after the question and the whole reward."""
+    """Return the reward of each turn of a logged session. text: the session after the question. reward: the session's reward."""
     hints = text.count(HINT)
     return [-COST] * hints + ([reward + COST * hints] if hints < MOST else [])
 
 
 def variances(groups: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
-    """Return the variance over all turns of each arm's advantages, from groups of sessions."""
+    """Return the variance, over all turns of these groups of sessions, of the advantages by each arm's estimator."""
     from turn_credit import group_std, leave_one_out, ours, summed_means
 
     estimators = {"none": leave_one_out, "std": group_std, "turns": ours, "summed means": summed_means}
@@ -97,7 +99,7 @@ def variances(groups: Sequence[Sequence[Sequence[float]]]) -> dict[str, float]:
 
 
 def measure(arm: str, run: Path, models: Sequence[Path]) -> Measured:
-    """Score a training's policies. variance: variance of the advantages divided by that of the arm `none`; mean over steps."""
+    """Measure the policies of a training. variance: of the arm's advantages, divided by that of `none`, averaged over steps."""
     from marsrl.trainer.report.samples_log import read_samples
 
     gains, hints = zip(*map(scored, models), strict=True)

@@ -1,4 +1,4 @@
-"""Exact bias of estimators of credit by turn, on a toy of two turns: all outcomes of a group are enumerated.
+"""Compute the exact bias of estimators of credit by turn on a toy of two turns, by enumerating all outcomes of a group.
 
     python benchmarks/studies/turn_credit.py
 
@@ -37,7 +37,7 @@ GRADIENT = np.array([CONTINUES * (1 - CONTINUES) * (0.5 + PAYS - 0.6), CONTINUES
 
 
 def moments(estimator: Estimator, num_sessions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([2] expected estimate over the gradient, [2] standard deviation of the estimate)."""
+    """Return ([2] expected estimate / true gradient, [2] standard deviation of the estimate), for both turns."""
     first, second = np.zeros(2), np.zeros(2)
     for sessions, probability in _groups(num_sessions):
         advantages = estimator([SESSIONS[session][1] for session in sessions])
@@ -51,7 +51,7 @@ def moments(estimator: Estimator, num_sessions: int) -> tuple[np.ndarray, np.nda
 
 
 def noise(estimator: Estimator, num_sessions: int, num_turns: int) -> float:
-    """Return the mean variance of a linear estimator's advantages, if each turn's reward is noise of variance 1."""
+    """Return the mean variance of the advantages of a linear estimator, if each turn's reward is noise of variance 1."""
     units = np.eye(num_sessions * num_turns).reshape(-1, num_sessions, num_turns)
     weights = np.array([estimator([list(rewards) for rewards in unit]) for unit in units])
     return float((weights**2).sum(0).mean())
@@ -66,7 +66,7 @@ def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def samples_of(sessions: Sequence[Rewards]) -> Group:
-    """Return sessions of one agent with these rewards by turn; a turn has two tokens, with an unsampled token between turns."""
+    """Return sessions of one agent with these rewards per turn; a turn has two tokens, and a foreign token separates turns."""
     return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
 
 
@@ -103,8 +103,10 @@ def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """Return rewards minus the mean of their turn index, summed from each turn on (MT-GRPO ports;
-    github.com/verl-project/verl#7244)."""
+    """Return rewards minus the mean reward of their turn index, summed over each turn and those after it.
+
+    Ports of MT-GRPO do so (github.com/verl-project/verl#7244).
+    """
     longest = max(map(len, sessions))
     means = [fmean(rewards[k] for rewards in sessions if len(rewards) > k) for k in range(longest)]
     return [
@@ -114,7 +116,7 @@ def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def mean_over_calls(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """Return a session's return minus the mean in which each call counts once (Dr. MAS without its standard deviation)."""
+    """Return a session's return minus the mean return, in which each call counts once (Dr. MAS without standard deviation)."""
     mean = fmean(sum(rewards) for rewards in sessions for _ in rewards)
     return [[sum(rewards) - mean] * len(rewards) for rewards in sessions]
 

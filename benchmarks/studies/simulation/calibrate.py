@@ -1,12 +1,12 @@
-"""Fit of sigma, the log-normal's only fitted number: UloRL's step with one segment must take the published time.
+"""Fit of sigma of the log-normal lengths, the only fitted number: UloRL's step with one segment must take the published time.
 
 The model's times for two and four segments are predictions, compared with the published ones.
 
-The paper does not say how many samples a stage plays if some are carried over. Both readings are simulated with the same sigma,
-because they agree for one segment, where nothing is carried over:
+The paper does not say how many new samples a stage plays if some are carried over from the previous stage. Two interpretations
+are simulated with the same sigma; they agree for one segment, where nothing is carried over:
 
-    step_s      rollout.stage_size=new: as many new problems a stage as with one segment; carried-over samples come on top
-    steady_s    rollout.stage_size=total: as many samples a stage; new problems take the places that carried-over ones leave
+    step_s      rollout.stage_size=new: each stage has as many new problems as with one segment, and carried-over samples on top
+    steady_s    rollout.stage_size=total: each stage has as many samples as with one segment, carried-over ones included
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from simulation.lengths import Lengths
 from simulation.play import Outcome, Setting, StageSize, play
 
 PUBLISHED_S = {1: 1240.0, 2: 774.0, 4: 601.0}
-"""Seconds a step by segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k."""
+"""Published seconds per step by number of segments: UloRL (arXiv:2507.19766), Qwen3-30B-A3B, 64k tokens."""
 
 READINGS = {"step_s": "128 new problems", "steady_s": "1024 samples in all"}
-"""What a stage plays, by field of Fit."""
+"""Interpretations of what a stage plays, by field of Fit."""
 
 ULORL = Setting(engines=16, problems=128, is_solver_only=True, steps=6)
-"""128 prompts x 8 a step (MarsRL, by the same authors; UloRL's own batch is not in our notes). ASSUMED: 32 H100s; the
-papers do not say how many.
+"""128 prompts x 8 samples per step, as in MarsRL by the same authors; we do not know UloRL's batch. ASSUMED: 32 H100s, a number
+that the papers do not state.
 """
 
 MISS = 0.15  # a larger relative error of a prediction is a miss
@@ -36,7 +36,7 @@ _WARMUP = 6  # steps before the measured ones, because the longest samples take 
 
 @dataclass(frozen=True)
 class Fit:
-    """Result of the fit. step_s, steady_s: seconds per step by segments; samples: trained per step under steady_s."""
+    """Result of the fit. step_s, steady_s: seconds per step by segments. samples: samples trained per step in steady_s."""
 
     sigma: float
     step_s: dict[int, float]
@@ -44,7 +44,7 @@ class Fit:
     samples: dict[int, float]
 
     def error(self, reading: str, segments: int) -> float:
-        """Return the error of a field of READINGS, relative to the published time."""
+        """Return the relative error of a predicted time; name: a field of READINGS."""
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 
@@ -72,7 +72,7 @@ def find_root(f: Callable[[float], float], low: float, high: float, tolerance: f
     """Return x in [low, high] with |f(x)| <= tolerance for a rising f (regula falsi, Illinois); None if f does not change its
     sign.
 
-    f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
+    f may jump, as a maximum over few samples does; once the bracket is narrower than 1e-4, its middle is returned.
     """
     f_low, f_high = f(low), f(high)
     if f_low > tolerance or f_high < -tolerance:

@@ -1,7 +1,7 @@
 """Cost model of decoding, prefill, training and weight syncs on H100s: constants, each with its source, and formulas.
 
-All constants were set before the fit; the only fitted number (lengths.Lengths.sigma) is not here. One was added after trial runs
-with guessed sigmas: attention had shared compute_flops_per_s, and got its own rate. Units: seconds, tokens, bytes, FLOP. An
+All constants were set before the fit; the only fitted number is lengths.Lengths.sigma. One constant was added after trial runs
+with guessed sigmas: attention, which had shared compute_flops_per_s, got a separate rate. Units: seconds, tokens, bytes, FLOP. An
 engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
 
     decode step   = floor(b) + kv_bytes_per_token * C / (gpus * bandwidth)      b sequences that hold C tokens together
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 MEASURED_ITL = ((8, 9.367e-3), (16, 11.967e-3), (32, 16.395e-3), (64, 21.539e-3), (128, 28.595e-3))
-"""(sequences decoded at once, median seconds between two tokens of one of them): Qwen3-30B-A3B-Thinking-2507, bf16, two
-H100s, vLLM, GPQA prompts; ML.ENERGY leaderboard v3 (public/data/tasks/gpqa.json). Its row for 96 sequences (27.71 ms) is
-left out: it lies 2.6 ms above the line between its neighbours, so a larger batch would decode faster.
+"""(number of sequences decoded at once, median seconds between two tokens of a sequence) for Qwen3-30B-A3B-Thinking-2507 in bf16
+on two H100s, with vLLM and GPQA prompts, from the ML.ENERGY leaderboard v3 (public/data/tasks/gpqa.json). The leaderboard's row
+for 96 sequences (27.71 ms) is left out, because it lies 2.6 ms above the line between its neighbours, so that a larger batch
+would decode faster.
 """
 
 
@@ -79,7 +80,7 @@ def constants_table(constants: Constants) -> list[tuple[str, str, str, str]]:
 
 
 class CostModel:
-    """Seconds of the work of engines and trainer."""
+    """Seconds that the work of engines and trainer takes."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
@@ -119,11 +120,11 @@ class CostModel:
         return linear + c.attention_flops * (end * end - start * start) / 2 / c.attention_flops_per_s
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Return the seconds of one engine to prefill tokens [start, end), with all earlier tokens cached."""
+        """Return the seconds in which one engine prefills tokens [start, end), with all earlier tokens cached."""
         return self.forward_s(start, end) / self.constants.gpus_per_engine
 
     def train_s(self, lengths: Sequence[int], num_gpus: int) -> float:
-        """Return the seconds of an update on sequences of these lengths: a forward, and a backward at twice its cost."""
+        """Return the seconds of an update on sequences of these lengths: a forward, and a backward of twice that cost."""
         return 3 * math.fsum(self.forward_s(0, length) for length in lengths) / num_gpus
 
     @property
@@ -132,11 +133,11 @@ class CostModel:
 
 
 KV_MEASURED_S_PER_TOKEN = Constants.kv_bytes_per_token / (Constants.gpus_per_engine * Constants.hbm_bytes_per_s)
-"""Time to read one token's keys and values in the measured decode steps, subtracted to get the floor."""
+"""Time to read one token's keys and values in the measured decode steps, which is subtracted to get the floor."""
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], x: int) -> float:
-    """Interpolate linearly between knots; beyond the ends, on the line of the two nearest knots."""
+    """Interpolate linearly between knots; beyond the ends, extrapolate from the two nearest knots."""
     right = next((i for i in range(1, len(knots)) if x <= knots[i][0]), len(knots) - 1)
     (x0, y0), (x1, y1) = knots[right - 1], knots[right]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -36,13 +36,13 @@ class _Running:
 
 
 class EngineTimeline:
-    """Engine with its own clock, which `run` advances; work added later starts from then on.
+    """Engine with its own clock, which `run` advances.
 
         engine.add(job, at_s=0.0)
         engine.run(until_s=10.0) -> ["uid that has ended", ...]
         engine.first_token_s.pop(uid)
 
-    now_s: time up to which work is simulated. Decode steps are not split, so it may lag behind until_s by one.
+    now_s: time up to which work is simulated. Decode steps are not split, so now_s may lag behind until_s by one step.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -77,7 +77,7 @@ class EngineTimeline:
         self._waiting.append((job, job.context, job.cached))
 
     def run(self, until_s: float = math.inf) -> list[str]:
-        """Work until `until_s`; returns the uids of finished sequences, in order."""
+        """Work until `until_s`; return the uids of finished sequences, in order."""
         ended: list[str] = []
         while self.is_busy and self.now_s < until_s:
             self._admit()
@@ -95,14 +95,14 @@ class EngineTimeline:
         return ended
 
     def next_event_s(self) -> float:
-        """Return the time of the next change of the batch; infinite without work. Admits sequences that fit."""
+        """Admit sequences that fit, and return the time of the next change of the batch; infinite without work."""
         if not self.is_busy:
             return math.inf
         self._admit()
         return self.now_s + self._cost.decode_s(len(self._running), self._held, self._steps_to_event())
 
     def abort(self) -> list[tuple[str, int]]:
-        """Abort everything; returns (uid, tokens decoded by this engine)."""
+        """Abort all sequences; return (uid, number of tokens decoded by this engine) of each."""
         cut = [(r.job.uid, r.context + self._step - r.since - r.job.context) for r in self._running.values()]
         cut += [(job.uid, context - job.context) for job, context, _ in self._waiting]
         self._waiting.clear()
@@ -133,7 +133,7 @@ class EngineTimeline:
                 self.first_token_s.setdefault(uid, first_s)
 
     def _steps_to_event(self) -> int:
-        """Return the steps to the next end of a sequence, or to a full KV cache."""
+        """Return the number of decode steps until a sequence ends or the KV cache is full."""
         while self._ends[0][1] not in self._running:  # the sequence has been preempted since
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self._step, (self._cost.kv_capacity - self._held) // len(self._running))

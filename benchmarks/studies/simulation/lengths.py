@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 MEDIAN_TOKENS = 6665
-"""The median of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA whose lengths the ML.ENERGY leaderboard
-publishes (two-GPU and one-GPU runs with 8 to 128 sequences; their log-lengths have a standard deviation of 0.67).
+"""Median length of the 792 completions of Qwen3-30B-A3B-Thinking-2507 on GPQA that the ML.ENERGY leaderboard publishes (runs on
+one and two GPUs with 8 to 128 sequences). The standard deviation of the log-lengths is 0.67.
 """
 
 _NORMAL = NormalDist()
@@ -27,9 +27,9 @@ def uniforms(seed: int, uid: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal lengths: median * exp(sigma * z), the same for every agent, independent of each other.
+    """Log-normal lengths, median * exp(sigma * z): one distribution for all agents, drawn independently.
 
-    Real groups wait less than these, because the lengths of a problem's samples are correlated.
+    Real groups wait less than simulated ones, because the lengths of samples of the same problem are correlated.
     """
 
     sigma: float
@@ -37,7 +37,7 @@ class Lengths:
     seed: int = 0
 
     def tokens(self, uid: str) -> int:
-        """Return a completion's whole length, at least 1; the player applies the global maximum."""
+        """Return the whole length of a completion, at least 1; the player applies the global maximum."""
         z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
         return max(1, round(self.median * math.exp(self.sigma * z)))
 

@@ -35,8 +35,8 @@ StageSize = Literal["new", "total"]
 class Setting:
     """Settings of a simulated run.
 
-    trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. With overlap 0 both share the same GPUs,
-    otherwise they are separate. max_tokens: longest completion.
+    trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. With overlap 0 trainer and engines share GPUs,
+    otherwise their GPUs are separate. max_tokens: longest completion.
     """
 
     engines: int = 64
@@ -48,7 +48,7 @@ class Setting:
     group_size: int = 8
     stage_size: StageSize = "new"
     steps: int = 3  # measured steps
-    warmup: int | None = None  # steps before them; None: until every agent has played the first problems
+    warmup: int | None = None  # steps before the measured ones; None: until every agent has played the first problems
     trainer_gpus: int | None = None
     max_tokens: int = MAX_TOKENS
 
@@ -58,8 +58,8 @@ class Setting:
             return self.warmup
         if self.pipeline == "trajectory":
             return 0
-        # A round of groups waits for its longest sample, about 0.8 of the possible segments: in runs of 24 steps, samples per
-        # step stop growing there.
+        # A round of groups waits for its longest sample, which takes about 0.8 of the possible segments. In runs of 24 steps, the
+        # number of samples per step stops growing after that many steps.
         stages_a_round = max(1, round(0.8 * self.segments))
         return self.segments if self.is_solver_only else 4 * stages_a_round + self.segments
 
@@ -107,8 +107,8 @@ class Step:
 class Texts:
     """Real texts in place of single tokens.
 
-    written: returns the tokens that an engine decodes, each of which stands for `grain` tokens of its completion. told: returns
-    the text that an engine makes of a completion's tokens.
+    written: returns the tokens that an engine decodes; each stands for `grain` real tokens. told: returns the text that an engine
+    makes from the tokens of a completion.
     """
 
     renderer: ChatRenderer
@@ -143,7 +143,7 @@ class Simulation:
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
-            max_unfinished=MOST_TOKENS,  # never reached, so that all rows have the same problems per step
+            max_unfinished=MOST_TOKENS,  # a limit that is never reached, so that all rows have equally many problems per step
         )
         team = simulated_team(
             self.replicas,
@@ -187,7 +187,7 @@ class Simulation:
         return batch
 
     def _play_until(self, end_s: float) -> None:
-        """Let the engines work while the trainer does."""
+        """Let the engines work until the trainer is done."""
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
@@ -222,7 +222,7 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
     if not num_samples:
         raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
     num_gpus = simulation.num_gpus
-    if setting.overlap:  # the engines then have other GPUs
+    if setting.overlap:  # engines and trainer then have separate GPUs
         num_gpus += round(setting.engines * constants.gpus_per_engine)
     return Outcome(
         step_s=elapsed / setting.steps,

@@ -1,7 +1,7 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
-A token in the player stands for several real ones, because the arrays would not fit into memory otherwise; the engines count real
-tokens. Only the engines are replaced; player, pool and team are the project's.
+A token in the player stands for several real tokens, because the arrays would otherwise not fit into memory; the engines count
+real tokens. Only the engines are replaced; player, pool and team are the project's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TOKEN_GRAIN = 128
 """Real tokens per simulated token: 64k tokens become 512, and the error of a length of 8k is below 1.6%."""
 
 Written = Callable[[str, int, int], IntArray]
-"""(uid, number of tokens, tokens left after these) -> [N] int32: the next tokens of a completion; its end if none are left."""
+"""Function (uid, number of tokens, tokens left after these) -> next tokens of a completion, [N] int32; its end if 0 are left."""
 
-_TOGETHER_S = 1.0  # span within which results are collected at once
+_TOGETHER_S = 1.0  # seconds within which finished results are collected together
 
 
 @dataclass(slots=True)
@@ -47,10 +47,11 @@ class _UnderWay:
 class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` runs until something ends.
 
-    lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens per
-        simulated token of a completion, of a prompt.
+    lengths: whole lengths of completions, in real tokens. written: tokens of completions. grain, prompt_grain: real tokens per
+        simulated token in completions and in prompts.
     texts: texts of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
-        entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included. received, returned:
+        entries. own_cpu_s: CPU seconds of the simulation itself, including texts and the engines' side of messages. received,
+            returned:
         bytes of the messages to the engines and back.
     """
 
@@ -177,7 +178,7 @@ class SimulatedReplicas(Replicas):
     def _result(self, replica: int, uid: str, num_new: int, *, is_cut: bool) -> DecodeResult:
         under_way = self._under_way[replica].pop(uid)
         first_s = self.engines[replica].first_token_s.pop(uid, None)
-        if first_s is not None:  # None if the sequence was never admitted
+        if first_s is not None:  # None: the engine never admitted the sequence
             self.first_token_s.setdefault(uid, first_s)
         is_whole = num_new == under_way.left and not is_cut
         token_ids = self._written(uid, num_new, under_way.left - num_new)

@@ -1,4 +1,4 @@
-"""Simulated team: the project's Verifier-Corrector rules on texts represented by one token."""
+"""Simulated team: the project's Verifier-Corrector rules, with one token in place of each text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from simulation.cost_model import Constants
 from simulation.lengths import Lengths, Outcomes
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, Written
 
-# Indexed by the last token; 7 is always right.
+# Answer by the last token of a completion; 7 is the right answer of every problem.
 _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")
 
 
@@ -57,7 +57,8 @@ class StandInRenderer:
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
     def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[IntArray, str]:
-        # A Solver has 1 turn; a Verifier instructions and solution; a Corrector problem, solution and report.
+        # Texts in a prompt: 1 for a Solver; instructions and solution for a Verifier; problem, solution and report for a
+        # Corrector.
         num_shown = len(messages) - 1
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
         return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
@@ -67,7 +68,7 @@ class StandInRenderer:
 
 
 def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> ProblemSource:
-    """Return an endless stream of problems that differ in their ids. text: returns the text of the n-th, from 1."""
+    """Return an endless stream of problems that differ in their ids. text: returns the text of the n-th problem, from 1."""
     return lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math")
 
 

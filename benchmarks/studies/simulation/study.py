@@ -1,4 +1,4 @@
-"""Simulated runs, in order: the fit and its predictions, the pipelines by segments, and one parameter axis at a time."""
+"""Study of simulated runs: the fit and its predictions, the pipelines by segments, and one parameter varied at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of runs: a centre, and variations. The reference is trajectory with 1 segment, ours agentic with 4.
+    """Grid of runs around a centre. The reference is the trajectory pipeline with 1 segment, and ours is agentic with 4.
 
     overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere. engine_axis, problem_axis: other numbers of
     engines and of problems.
@@ -28,9 +28,7 @@ class Grid:
 
     engines: int = 64
     problems: int = 512
-    group_size: int = (
-        4  # half of the papers' 8, so that the whole grid takes minutes: 36 samples per problem instead of 72
-    )
+    group_size: int = 4  # half of the papers' 8, so that the grid takes minutes: 36 samples per problem instead of 72
     segments: tuple[int, ...] = (1, 4)
     overlap_at: tuple[int, int] | None = None
     engine_axis: tuple[int, ...] = ()
@@ -46,7 +44,7 @@ SENSITIVITIES = Grid(
 """More segments, rollout.overlap, and one axis at a time, for four times the work."""
 
 FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
-"""SENSITIVITIES with one more number of problems, 4,096, which doubles the time."""
+"""SENSITIVITIES, and also 4,096 problems, which doubles the time."""
 
 
 def scaled_grid(grid: Grid, divisor: int) -> Grid:
@@ -140,7 +138,7 @@ def _size(setting: Setting) -> int:
 def _timed(constants: Constants, lengths: Lengths, setting: Setting) -> tuple[Outcome, float]:
     """Play a setting with the garbage collector off.
 
-    Samples hold no reference cycles, and searching millions of them for cycles takes a third of the time.
+    Samples have no reference cycles, and searching millions of samples for cycles would take a third of the time.
     """
     begin = time.process_time()
     gc.disable()

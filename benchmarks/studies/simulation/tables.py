@@ -54,7 +54,7 @@ def pipelines_text(study: Study, grid: Grid) -> str:
 
 
 def overlap_text(study: Study, size: tuple[int, int]) -> str:
-    """Compare agentic with 4 segments, with and without training in parallel to decoding. size: engines, problems."""
+    """Compare agentic with 4 segments, with and without training in parallel to decoding. size: (engines, problems)."""
     rows = [(str(overlap), *_cells(study.rows[overlapped(size, overlap)])) for overlap in (0, 1)]
     head = (
         f"rollout.overlap, agentic with 4 segments, {size[0]} engines, {size[1]} problems "
