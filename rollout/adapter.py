@@ -34,12 +34,12 @@ _DTYPES = ("BF16", "F16", "F32")  # safetensors' names
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
 # Keys of adapter_config.json (PEFT 0.21) and the values for which PEFT computes W x + (alpha / rank) B (A x), as verified with
-# PEFT's models. A key that is in neither table must be null, false or empty.
+# PEFT's models. A key that is neither here nor in the next table must be null, false or empty.
 _PLAIN: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # These values initialise A and B and keep W; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA would subtract B A from W.
+    # With these values of init_lora_weights W stays as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA would subtract B A from W.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "mica", "eva"),
 }
 _BESIDE_TENSORS = frozenset({
@@ -78,7 +78,7 @@ class AdapterConfig(Settings):
 
 
 def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int, int]]:
-    """Return {adapted matrix, such as "model.layers.0.self_attn.q_proj": (out, in, rank of its pair)}, in layer order."""
+    """Return {adapted matrix: (out, in, rank of its pair)} in layer order, for "model.layers.0.self_attn.q_proj" and so on."""
     hidden, heads, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     query, key, out = (heads, hidden), (kv, hidden), (hidden, heads)
     of_attention = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": out}
@@ -292,7 +292,7 @@ def held_by_shard(
     dtype: torch.dtype,
     shard: EngineShard,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) as a shard of an engine holds them: its part of A and of (alpha / rank) B, in dtype.
+    """Yield (name, tensor) as held by a shard of an engine: the shard's parts of A and of (alpha / rank) B, in dtype.
 
     B's rows and A's columns are split like the adapted matrix. As in vLLM, B is scaled in dtype, which is exact if alpha / rank
     is a power of two. Raises ValueError: the tensors are not those of this adapter of this model.
@@ -307,7 +307,8 @@ def held_by_shard(
             continue
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         yield f"{name}.lora_A.weight", a[:, box.start[2] : box.end[2]].to(dtype)
-        # For experts, repeat the computation of readers of alpha_pattern, whose result may differ in the last bit.
+        # For experts, compute alpha / rank as readers of alpha_pattern do; another order of operations may differ in the last
+        # bit.
         scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
         yield f"{name}.lora_B.weight", b[box.start[1] : box.end[1]].to(dtype) * scale
 

@@ -1,8 +1,7 @@
 """Record of one team's work on one problem: the asks and answers so far.
 
-There is no other state: the next asks and tool calls depend on the episode alone (Orchestration.follow). So an episode resumes
-after kill -9, and in a replay, from its saved answers, in whatever order they arrive; and a table of answers suffices to test
-a team.
+There is no other state: the next asks and tool calls depend on the episode alone (Orchestration.follow). So an episode can be
+resumed after kill -9, or replayed, from its saved answers in any order, and a table of answers suffices to test a team.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class Episode:
         return tuple(self.sample(uid) for uid in ask.inputs)
 
     def rng(self, *name: object) -> random.Random:
-        """Return a random generator seeded by this name: the same at every call, different in every rollout instance."""
+        """Return a random generator seeded by this name. It is the same at every call, and differs between rollout instances."""
         return random.Random(derive_seed(self.seed, *name[:1], self.rollout_id, *name[1:]))
 
     # Used by the player.

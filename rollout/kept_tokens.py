@@ -3,7 +3,7 @@
     ids     int32, of all positions in order, ascending within a position
     counts  [N] int32, number of ids at each position; 0: no token was excluded, or the policy did not choose the token
 
-The set depends on the logits at sampling, so it cannot be recomputed from the token ids. An id takes 4 bytes.
+The kept tokens depend on the logits at sampling, so they cannot be recomputed from the token ids. An id takes 4 bytes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Family:
-    """Properties of one architecture, as in transformers' modeling files.
+    """Properties of one architecture, taken from transformers' modeling files.
 
     biases_by: {key of config.json: the ModelShape fields that it sets}. fixed: {key: the only supported value, also
     its default}; some are read by vLLM only. sliding_window: the key's default; None: not in this architecture.

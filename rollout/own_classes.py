@@ -24,7 +24,7 @@ _in_memory: dict[str, type] = {}
 
 
 class _BesideUsersFiles:
-    """Finder of modules next to imported user files: `from guess import Word`.
+    """Finder of modules that are next to imported user files, for `from guess import Word` in such a file.
 
     Runs last, and never for the names of marsrl's own folders, which other packages use too.
     """
@@ -67,7 +67,7 @@ def name_of(kind: type) -> str:
 
 
 def forget_files() -> None:
-    """Import the users' files again when they are next named: they may have changed since a process's last run."""
+    """Forget imported user files, so that they are imported again at their next use; they may have changed since the last run."""
     for name in [name for name in sys.modules if name.startswith(_PREFIX)]:
         del sys.modules[name]
 

@@ -36,4 +36,4 @@ def _plain(value: Any) -> Any:
 
 def _array(kind: Any, value: Any) -> Any:
     dtype, shape, data = value
-    return np.frombuffer(data, dtype=dtype).reshape(shape)  # a read-only view of the message's bytes
+    return np.frombuffer(data, dtype=dtype).reshape(shape)  # read-only view of the message's bytes

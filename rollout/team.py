@@ -99,8 +99,8 @@ class Team:
     """Resources for playing and judging: agents, orchestration, engines, tools and judges.
 
     renderers, pools: chat renderers and engine pools of the agents' policies, by policy name. adapters: {policy that is an
-    adapter: policy whose pool decodes it}, which may be the policy itself. records_experts: policies whose engines record the
-    experts of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
+    adapter: policy whose pool decodes for it}; both may be the same. records_experts: policies whose engines record the experts
+    of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
     agents and orchestration call. gateway: serves programs that play episodes; None for other teams.
     teachers: engines, by policy, that score agents' samples (agents.<name>.teacher).
     max_kept: {agent trained on truncated draws: maximum number of tokens that its sampler keeps at a position}. The kept ids of
@@ -406,8 +406,8 @@ class Team:
     def sleep(self, renewed: Collection[str]) -> None:
         """Free all engines' memory for the trainer if they share its GPUs; else do nothing.
 
-        renewed: policies whose engines get new weights before their next request, so that they may discard the old weights. An
-            update of an adapter does not renew the weights that it adapts.
+        renewed: policies whose engines get new weights before their next request, and therefore may discard the old weights.
+            After an update of an adapter only, the weights that it adapts are still needed.
         """
         for policy, pool in self.pools.items():
             pool.sleep(keeps_weights=policy not in renewed or policy in self.adapters.values())
@@ -443,7 +443,7 @@ class Team:
 
 
 def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
-    """Return (index in `text` where the current turn begins, True if it begins within a thought).
+    """Return (index in `text` where the current turn begins, True if the turn begins within a thought).
 
     Whether a thought is open at the beginning follows from the prompt (first turn), from the messages after the last turn (if the
     policy ended that turn), or from the policy's own earlier text (after a pause). Text by tools or other agents is ignored.

@@ -145,7 +145,7 @@ class Ask:
 
     id: unique in a run, a path of its ancestors; a sample's uid appends its index, `000017/solver:3/verifier1:0`.
     inputs: uids of earlier samples of the episode that the messages show; the last one is the parent.
-    group: group in which the samples are compared: `id` for this ask alone, or a name that several asks of the rollout
+    group: name of the group in which the samples are compared: the ask's `id`, or a name that several asks of the rollout
     instance share.
     """
 
@@ -365,7 +365,7 @@ _NO_FLOATS: FloatArray = np.zeros(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples of one agent that are compared with each other, by uid: of one input, or of one rollout instance (Ask.group).
+    """Samples of one agent that are compared with each other, of one input or rollout instance (Ask.group), ordered by uid.
 
     Group("000017/solver", "000017", "solver", samples)     # "000017/solver:0" to "000017/solver:7"
     """

@@ -1,7 +1,7 @@
 r"""Equality of two mathematical answers, part by part: lists, pairs, sets, intervals, inequalities, equations and matrices.
 
-    1, 2       a list, as are 2 and 1, x=1 \text{ or } x=2, \frac32 \pm \frac12: in any order; may equal a pair or set
-    (1, 2)     a pair: in this order; an interval, if compared with an interval or inequality; not the set \{1, 2\}
+    1, 2       a list, in any order; may equal a pair or set. Also lists: 2 and 1, x=1 \text{ or } x=2, \frac32 \pm \frac12
+    (1, 2)     a pair, in this order, unlike the set \{1, 2\}; an interval if it is compared with an interval or inequality
     [2, \infty), x \geq 2, \{x : 2 \leq x\}, \mathbb{R} \setminus (-\infty, 2)
                sets of real numbers, by sympy
     y = 2x+1   an equation: equals 4x-2y+2=0, and the bare 2x+1

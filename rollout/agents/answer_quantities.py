@@ -158,7 +158,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         return None  # 5m may be a product
     for pattern, name in _SPELLINGS:
         text = pattern.sub(name, text)
-    units: list[tuple[str, Fraction, int]] = []  # name, base units in one, power
+    units: list[tuple[str, Fraction, int]] = []  # (name, size in base units, power)
     count = sign = power = 1
     at = 0
     while at < len(text):

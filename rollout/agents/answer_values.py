@@ -78,7 +78,7 @@ def same_value(wanted: Tokens, said: Tokens) -> bool:
 
 
 def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
-    """Return True if wanted = c said at every tried point, for one constant c other than 0. positive: c > 0."""
+    """Return True if wanted = c * said at every tried point, for one constant c other than 0. positive: c must be positive."""
     a, b = _one_case(normal(wanted), normal(said))
     ratio, equal = None, 0
     if _variables(a) != _variables(b):
@@ -131,7 +131,7 @@ def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
 
 
 def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:
-    """Return True if two values are equal: their difference shrinks at a higher precision, as rounding errors do."""
+    """Return True if two values are equal, that is, if their difference shrinks at a higher precision like a rounding error."""
     differences = []
     for digits in (_FEW_DIGITS, _MANY_DIGITS):
         x, y = (_value(each, point, digits, _is_complex(a, b)) for each in (a, b))

@@ -38,8 +38,8 @@ class Orchestration:
         agents: settings by agent name; agents that are not named have the defaults.
         default_prompts: the task's prompt set, for agents that name none.
         options: values of Options.
-        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that are passed to the
-            next agent.
+        rollout: settings of rollouts, such as group_size (G) and picks (number of an agent's outputs in a rollout instance that
+            are passed to the next agent).
         evaluate: settings of `follow` in evaluation episodes.
         tools: names of the tools that the config sets.
         renderers: chat renderers by agent, for teams that count tokens.
@@ -154,7 +154,7 @@ class Orchestration:
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        """Return the continuation of a sample that `parse` marked Finish.WAITING.
+        """Return the continuation of a sample that `parse` marked as Finish.WAITING, or None.
 
         The continuation is text to append to the sample or, if the sample ended its turn, the messages that follow. Return None
         until the answers and outputs that the sample waits for (asks and calls of `follow`) are available.
@@ -184,10 +184,10 @@ class Orchestration:
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """Return the agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
-        An answer gets the task's judgement (judged; None without an answer). A verdict gets 1 if it agrees with the first
-        input's correctness. An adviser's reward is missing until the episode has ended, then it is the outcome. A helper's text
-        gets 1 if it is readable; its correctness is unknown. Overlong and unparsable completions get 0; an unknown reward is
-        missing, never 0.
+        judged: the task's judgement of the answer; None without an answer. An answer gets this judgement. A verdict gets 1 if it
+        agrees with the correctness of the first input. An adviser's reward is missing until the episode has ended, and then is
+        the episode's outcome. A helper's text gets 1 if it is readable, with unknown correctness. Overlong and unparsable
+        completions get 0; an unknown reward is missing, never 0.
         """
         spec = self.spec(sample.agent)
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
@@ -210,9 +210,9 @@ class Orchestration:
         return judged
 
     def turn_rewards(self, episode: Episode, sample: Sample) -> Sequence[float]:
-        """Return a reward for each turn of a sample that paused and continued, or () if no turn has its own.
+        """Return a reward for each turn of a sample that paused and continued, or () if single turns are not rewarded.
 
-        They are added to the sample's reward; with credit.turns=returns each counts for its turn and those before it."""
+        These rewards are added to the sample's reward. With credit.turns=returns, each counts for its turn and earlier turns."""
         return ()
 
     @classmethod
@@ -237,7 +237,7 @@ class Orchestration:
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """Return the first agent's own answer in a finished episode, before any other agent answered; None without one.
+        """Return the first agent's answer in a finished episode, given before any other agent answered; None without one.
 
         Evaluations compare it with `outcome` if the first agent solves problems (AgentSpec.solves)."""
         return next(
@@ -245,7 +245,7 @@ class Orchestration:
         )
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Return uids of samples in a finished episode that a later draw of the same agent replaced.
+        """Return uids of the samples in a finished episode that were replaced by a later draw of the same agent.
 
         Evaluations do not count their correctness."""
         return ()
@@ -301,8 +301,8 @@ class Orchestration:
     def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
         """Return warnings about agents whose chats, in most of these problems, do not show a form that their parsers accept.
 
-        read: texts of each agent's chats, if the team overrides `messages`. Parsers without an example and prompt sets for
-        policies that are warm-started here are not checked.
+        read: texts of each agent's chats, if the team overrides `messages`. Not checked are parsers without an example, and
+        prompt sets of policies that a warm start teaches the form.
         """
         warnings = []
         is_own = not type(self).messages.__module__.startswith("marsrl.")

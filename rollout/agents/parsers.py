@@ -196,7 +196,7 @@ def _word_after_last(key: str, text: str) -> str | None:
 
 
 def chain_answer(solution: str) -> str | None:
-    """Return the digit after the last `Answer:`; None if anything else follows."""
+    """Return the digit after the last `Answer:`; None if something else follows it."""
     word = _word_after_last("Answer:", solution)
     return word if word is not None and word in set("0123456789") else None
 
@@ -280,8 +280,8 @@ COMPATS: Mapping[str, Compat] = {
 class LastMatch:
     """Finder of the last match of an expression, as re.finditer would find it, in linear time.
 
-    Searching again after each match would be quadratic, as each search may read to the end of the text. Here one expression
-    matches repeatedly, including the gaps, so that RE2 reads the text once.
+    A new search after each match would take quadratic time, because each may read to the end of the text. Here one expression
+    matches everything up to the last match, so that RE2 reads the text once.
 
     Raises:
         ValueError: the expression is too long, invalid in RE2, or matches the empty text.
@@ -309,12 +309,12 @@ class LastMatch:
         match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 rejects lone surrogates
         if match is None:
             return None
-        start = match.start(1)  # groups outside the last match keep positions from earlier matches
+        start = match.start(1)  # positions before this belong to groups of earlier matches
         return tuple(match[n] if match.start(n) >= start else None for n in range(1, self.num_groups + 2))
 
 
 def regex_text(expression: str) -> Callable[[str], str | None]:
-    """Build a parser of the last match's group; it returns None without a match, or if blank.
+    """Build a parser that returns the group of the last match; None without a match, or if the group is blank.
 
     Raises ValueError as LastMatch does, or if there is not exactly one group.
     """
@@ -352,13 +352,13 @@ def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
 
 
 def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[ToolCall | str]:
-    """Read the calls in the sample's current turn, in the form of chat templates (Hermes, Qwen); an error text if invalid.
+    """Read the calls in the sample's current turn, in the form below; an invalid call becomes an error text.
 
         <tool_call>
         {"name": "convert", "arguments": {"value": 3, "unit": "km"}}
         </tool_call>
 
-    functions: those that the sample can call, by name.
+    functions: the functions that the sample can call, by name.
     """
     turn = f"{sample.uid}/{sample.turn}"
     return [_call(turn, index, text, functions) for index, text in enumerate(all_tagged("tool_call", sample.shown))]

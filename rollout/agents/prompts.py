@@ -54,8 +54,8 @@ class PromptSet:
     """Chats by role, and the parsers of their completions.
 
     name: the built-in set's name, or the file's path. turns: chats with placeholders. parsers: parsers by kind (parsers.PARSERS).
-    purpose: text for {purpose} if a tool call states one. form: text that asks for the form of answers, added to the last turn
-    unless the chat or its problem already shows the form. suffix: text with placeholders that ends every chat.
+    purpose: text for {purpose} if a tool call states one. form: text that asks for the form of answers; it is added to the last
+    turn, unless the chat or its problem already shows the form. suffix: text with placeholders that is appended to every chat.
     """
 
     name: str
@@ -66,7 +66,7 @@ class PromptSet:
     suffix: str = ""
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
-        """Fill the chat's placeholders, with "" for those without a value. One pass: a "{report}" inside a value stays."""
+        """Fill the chat's placeholders; those without a value become "". A placeholder inside a value is not filled."""
         if values.get("purpose"):
             values["purpose"] = self.purpose.replace("{purpose}", values["purpose"])
 
@@ -79,7 +79,7 @@ class PromptSet:
             values.get("problem", ""),
             self.suffix,
             *(turn.content for turn in turns),
-        )  # other agents' texts do not count
+        )  # other agents' texts may show the form without asking for it
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*shown_texts):
             below.append(self.form)
@@ -92,8 +92,8 @@ class PromptSet:
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
         """Return the set with `system` as system turn and `suffix` below the last user turn, in the chats of these roles.
 
-        Raises ValueError that begins with the setting's name: the text has a placeholder that a role lacks, or `system`
-        replaces a turn that has a placeholder the role needs.
+        Raises ValueError, with a text that begins with the setting's name, if the text has a placeholder that a role lacks, or if
+        `system` would replace a turn with a placeholder that the role needs.
         """
         turns = dict(self.turns)
         for role in [role for role in roles if role in turns]:
@@ -119,7 +119,7 @@ class PromptSet:
 
 
 def parse_prompts(text: str, name: str) -> PromptSet:
-    """Parse a prompt set from a file's text; name: the set's name, and the file's in errors.
+    """Parse a prompt set from a file's text. name: name of the set, which errors show as the file's name.
 
     Raises:
         ValueError: invalid YAML; an unknown key, role, parser or placeholder; a missing placeholder that the role needs; an
@@ -344,6 +344,6 @@ def tool_response(text: str) -> str:
 
 
 def without_tags(tag: str, text: str) -> str:
-    """Replace the brackets of these tags in untrusted text that is to be put between them."""
+    """Replace the brackets of these tags in untrusted text, which can then be put between such tags."""
     # Two adjacent \s* would let hostile text take quadratic time.
     return re.sub(rf"<(\s*(?:/\s*)?{tag}\s*)>", r"[\1]", text, flags=re.IGNORECASE)

@@ -4,8 +4,8 @@ A chat template mixes control tokens (<|im_start|>) with untrusted contents, whi
 rendered with the contents themselves, which gives the text of `apply_chat_template`. Tokenising that as one string would turn
 control words inside contents into control tokens. To prevent this, contents with control words are disguised: each of their
 characters is replaced by a twin that occurs in no text (same length, never white space), in the content and where the template
-looks for them. In the result, control words in plain characters are the template's; disguised ones are split before they are
-tokenised: same text, ordinary tokens.
+looks for them. In the result, control words in plain characters come from the template. Disguised ones come from contents, and
+are split before they are tokenised, which gives ordinary tokens with the same text.
 
     contents with control words -> twins -> template -> [control id | text] ... -> ids
 """
@@ -179,7 +179,7 @@ class ChatRenderer:
         tools: Sequence[ToolFunction],
         template_options: Mapping[str, bool | str],
     ) -> str:
-        """Return the part of a content that the template shows; the whole content if the shown part is not contiguous."""
+        """Return the part of a content that the template shows; if that part is not contiguous, return the whole content."""
         content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
         marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
         before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)
@@ -291,7 +291,8 @@ class ChatRenderer:
     def _disguised(self, text: str) -> str:
         """Replace the characters of control words in the text by twins.
 
-        Also replaces part of a control word at either end of the text, which the template could complete by changing text there.
+        Also replaces a part of a control word at either end of the text, because the template could complete the word by changing
+        the text there.
         """
         words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
         places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
@@ -380,8 +381,8 @@ class ChatRenderer:
     def pieces(self, ids: IntArray) -> list[str]:
         """Return the text of each token, for display; joined, they are the whole text, stop token included.
 
-        A token's text is what it adds to that of the tokens before it. A character split over tokens, and invalid bytes, belong
-        to a later token.
+        A token's text is what the token adds to the text of all tokens before it. A character that is split over tokens belongs
+        to the last of these, and so do invalid bytes.
         """
         numbers: list[int] = ids.tolist()
         windows = [numbers[max(0, end - _WINDOW) : end] for end in range(1, len(numbers) + 1)]
@@ -420,7 +421,7 @@ class ChatRenderer:
 
     @property
     def ends(self) -> str:
-        """Describe the tokens that end a completion, first the one that ends a turn."""
+        """Describe the tokens that end a completion, beginning with the token that ends a turn."""
         end, *others = (f"{self._text([i])} ({i})" for i in self.stop_ids)
         source = "as the chat template writes" if self._has_written_end else "eos_token: the chat template writes none"
         also = f"; {', '.join(others)} {'also stops' if len(others) == 1 else 'also stop'} it" if others else ""
@@ -482,7 +483,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _break_controls(self, text: str) -> Iterator[str | None]:
-        """Yield the text in parts without control strings; None between two parts marks a cut that must remain."""
+        """Yield the text in parts without control words; None between two parts marks a cut, so they must not be joined."""
         start = 0
         # Lookahead also cuts overlapping occurrences ("<|end<|end|>").
         found = re.finditer(f"(?=({self._control_pattern.pattern}))", text) if self._control_pattern else ()
@@ -516,8 +517,8 @@ class ChatRenderer:
             ids = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control_ids.isdisjoint(ids):
             return np.array(ids, np.int32)
-        # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
-        # Ids are dropped if a tokenizer's normaliser rewrites text into a control token.
+        # A word-level vocabulary maps both halves of a control word to its unknown token, which is allowed. Other control ids,
+        # which appear if a tokenizer's normaliser rewrites text into a control token, are dropped.
         return np.array([i for i in ids if i == self._unknown_id or i not in self._control_ids], np.int32)
 
     def _end_of_turn(self) -> str | None:
@@ -585,15 +586,15 @@ def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _settled(text: str) -> str:
-    """Remove the U+FFFD at the end of a text that further bytes may turn into a character."""
+    """Remove U+FFFD at the end of a text, because further bytes may turn it into a character."""
     return text[: max(len(text.rstrip("\ufffd")), len(text) - 3)]
 
 
 def load_tokenizer(directory: Path) -> Any:
     """Load the tokenizer of a directory: tokenizer.json unchanged, whatever class tokenizer_config.json names.
 
-    transformers rebuilds a Llama tokenizer from the vocabulary alone, which loses white space if it is byte-level. Without
-    tokenizer.json, AutoTokenizer is used. Raises ValueError if AutoTokenizer's tokenizer changes a text.
+    transformers would rebuild a Llama tokenizer from the vocabulary alone, which loses white space if the vocabulary is
+    byte-level. Without tokenizer.json, AutoTokenizer is used. Raises ValueError if AutoTokenizer's tokenizer changes a text.
     """
     if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast

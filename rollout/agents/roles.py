@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """Function of an agent, which decides its prompt and its parser. Agents with the same role are counted separately."""
+    """Role of an agent, which decides its prompt and parser. Metrics of agents with the same role are separate."""
 
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
@@ -47,7 +47,7 @@ READS: Mapping[Role, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec:
-    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles in which it is asked."""
+    """One agent of an orchestration: AgentSpec("verifier1", Role.VERIFIER). also: further roles that the agent plays."""
 
     name: str
     role: Role = Role.SOLVER

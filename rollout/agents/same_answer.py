@@ -1,10 +1,10 @@
-r"""Equality of two final answers: text is compared as text, mathematics as mathematics; the reference decides which.
+r"""Equality of two final answers. The reference decides whether they are compared as text or as mathematics.
 
-Lima                  text: case, spaces and unicode form do not matter, but the order of letters does
+Lima                  text: compared letter by letter, ignoring case, spaces and unicode form
 (C), C                a choice: its letter
 2024-01-15, 3:45 pm   a date or a time: text
 \{red, blue\}         a set of words: in any order
-1/2, 0.5, 28\%        numbers and quantities (answer_quantities): by value; for 5 km also 5 and 5000 m, not 5 m
+1/2, 0.5, 28\%        numbers and quantities (answer_quantities): by value; 5 km equals 5 and 5000 m, but not 5 m
 x^2 + 1, (1, 2], y=x  mathematics (answer_parts, answer_values): by value, each part whole; else the same LaTeX (answer_latex)
 """
 

@@ -8,7 +8,7 @@ from marsrl.rollout.engines.protocol import Engine, EngineSpec
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment variables that the serving process needs from its start."""
+    """Return the environment variables with which the serving process must start."""
     if spec.kind == "vllm":
         from marsrl.rollout.engines.vllm.arguments import vllm_environment
 

@@ -88,7 +88,7 @@ class OpenAIEngine(Engine):
         return [*aborted, *results]
 
     def abort(self, adapter: str | None = None) -> None:
-        """Abort all requests, whatever the adapter. They return as UNFINISHED without tokens, since responses come whole."""
+        """Abort all requests, whatever the adapter. They return UNFINISHED without tokens: servers send only whole responses."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
@@ -153,7 +153,7 @@ class OpenAIEngine(Engine):
             # Open servers search for `stop` in text without special tokens.
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         else:
-            # The server's tokenizer adds BOS to a text: sending it too would double it.
+            # The server's tokenizer adds BOS to a text, so it must not be sent too.
             body["prompt"] = self._renderer.prompt_text(self._renderer.without_first(request.token_ids))
         body |= self._options.extra_body
         return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
@@ -169,7 +169,7 @@ class OpenAIEngine(Engine):
         usage = None
         if isinstance(parsed, _ChatAnswer):  # the server alone counts tokens
             usage = None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
-        elif len(ids) > request.max_new_tokens:  # the server's tokens differ: our encoding may be longer
+        elif len(ids) > request.max_new_tokens:  # our encoding may have more tokens than the server's
             ids, is_whole = ids[: request.max_new_tokens], False
         finish = Finish.STOP if is_whole else Finish.LENGTH
         result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION, usage=usage)

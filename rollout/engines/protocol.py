@@ -8,7 +8,7 @@ version. It decodes, scores given tokens, and loads new weights:
     engine.abort()                                                             unfinished requests return as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
-    engine.update_adapters([AdapterUpdate, ...])       -> [WeightReceipt]      the same for several, in one call
+    engine.update_adapters([AdapterUpdate, ...])       -> [WeightReceipt]      several adapters in one call
 """
 
 from __future__ import annotations
@@ -243,10 +243,10 @@ class WeightReceipt:
 
 
 TORN = -1
-"""Version of an engine whose weights are partly received, or whose transfer has failed."""
+"""Version of an engine with incomplete weights: a transfer is under way or has failed."""
 
 MemoryPart = Literal["weights", "kv_cache"]
-"""Parts of memory that an engine gets back when it wakes, in this order; new weights are loaded in between."""
+"""Parts of an engine's memory, which are restored in this order when it wakes; new weights are loaded in between."""
 
 Progress = Callable[[int], None]
 """Callback with the number of tokens decoded since the call began; called occasionally."""

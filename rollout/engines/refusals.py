@@ -33,7 +33,8 @@ class RankHost:
 class TrainerHost:
     """Host of trainer rank 0, where engines run unless rollout.ray_address names a cluster.
 
-    num_gpus: 0 if engines run on CPUs. num_ranks: trainer ranks on this host, which use its first GPUs; 0 without training.
+    num_gpus: number of GPUs; 0 if engines run on CPUs. num_ranks: number of trainer ranks on this host, which use its first GPUs;
+    0 without training.
     has_others: engines can run on other hosts. rank_hosts: all hosts with ranks, including this one; (): not known yet.
     """
 
@@ -111,7 +112,7 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
 
 
 def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
-    """Explain why an engine cannot shard this model over its GPUs, with the nearest number that works; None if it can."""
+    """Explain why an engine cannot shard this model over its GPUs, and name the nearest working number; None if it can."""
     if vllm.expert_parallel and not shape.num_experts:
         return f"rollout.vllm.expert_parallel=true spreads experts, but {shape.architecture} has none; set it to false"
     if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
@@ -301,7 +302,7 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
 
 
 def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, weight_files: str | None) -> str | None:
-    """Reject weight files in this host's memory, which engines on other hosts cannot read.
+    """Explain why engines on other hosts cannot read weight files in this host's memory; None if no engine has to.
 
     Applies if the address names other hosts, or if this host has too few GPUs for a cluster's engines.
     """

@@ -28,7 +28,7 @@ class RowSampling:
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> RowSampling:
-        """Collect the settings, one row per request."""
+        """Build from the settings of the requests, one row per request."""
         return RowSampling(
             temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
@@ -79,7 +79,7 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     whole = cumulative[:, -1:]
-    # The product may round up to the total.
+    # The product may round up to the total, which no cumulative sum exceeds.
     point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
     # The first token whose cumulative probability exceeds the point; a token of probability 0 is never drawn.
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
@@ -130,6 +130,6 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probabilities = ordered.softmax(-1)
     before = (
         probabilities.cumsum(-1) - probabilities
-    )  # mass of more likely tokens; 0 for the first, which is always kept
+    )  # total probability of more likely tokens; 0 for the first token, which is always kept
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     return torch.empty_like(logits).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

@@ -39,10 +39,10 @@ class ScriptedEngine(Engine):
 
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
 
-    The script returns the whole completion (text is encoded), once per uid. If a request comes back with a part of it
-    after its prompt, the engine continues from there, as a model would. A completion that fits into the limit ends with a stop
-    token: the first one is appended unless it has one. `fail(request)` may return a reason to end a request in ERROR. Log-probs
-    are a fixed function of token and position.
+    The script is called once per uid and returns the whole completion; text is encoded. If a later request has a part of the
+    completion after its prompt, the engine continues from there, like a model. A completion that fits into the limit ends with a
+    stop token; the first stop token is appended if there is none. `fail(request)` may return a reason to end a request in ERROR.
+    Log-probs are a fixed function of token and position.
 
     decode: converts ids to text, for DecodeRequest.text_from and Sampling.stop; None: neither is supported.
     tokens_per_step: tokens per running request and `collect`; None: all remaining tokens.
@@ -99,7 +99,7 @@ class ScriptedEngine(Engine):
         return results
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
-        """Build the script's whole result for a request."""
+        """Return the rest of the script's completion for a request, as a result."""
         version = self._versions[request.adapter]
         if reason := self._fail(request):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason)

@@ -19,7 +19,7 @@ from marsrl.rollout.types import Finish, IntArray
 
 
 class Texts:
-    """Decoder of token ids to text. decode: None to load the tokenizer of model_dir on first use."""
+    """Decoder of token ids to text. decode: the decoding function; None: load the tokenizer of model_dir at the first use."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
@@ -42,7 +42,8 @@ class Texts:
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
         """Return True if the last token completes one of the stop strings.
 
-        known: the request's initial tokens. A token is at least a byte, so the strings' length bounds the search.
+        known: the tokens that the request began with. Only the last few tokens are searched, because a token has at least one
+        byte.
         """
         if not stop or not drawn:
             return False

@@ -16,8 +16,8 @@ from collections import deque
 class TimeShares:
     """Time shares of the requests in an engine. Costs O(1) per step.
 
-    slots: maximum requests in a step, which are the oldest ones; None: no limit. Source: virtual time of fair queueing (Parekh
-    and Gallager, 1993).
+    slots: maximum number of requests in a step, of which the oldest are chosen; None: no limit. Source: virtual time of fair
+    queueing (Parekh and Gallager, 1993).
     """
 
     def __init__(self, slots: int | None = None) -> None:
@@ -37,7 +37,7 @@ class TimeShares:
             self._each_s += seconds / len(self._since)
 
     def end(self, uid: str) -> float:
-        """Remove a finished request and return its seconds; 0 if it had no step."""
+        """Remove a finished request and return its seconds; 0 if it was in no step."""
         since = self._since.pop(uid, None)
         if since is None:
             if uid in self._waiting:

@@ -43,7 +43,7 @@ def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> s
 
 
 def kind_of(change: str) -> str:
-    """Return the kind of a change: its description without place and words, so that equal kinds are counted together."""
+    """Return a change's description without position and quoted words, so that equal kinds are counted together."""
     return re.split(" at character |: ", change)[0]
 
 
@@ -59,13 +59,13 @@ def _change(old: str, new: str) -> str:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if old[low:middle] == new[low:middle] else (low, middle - 1)
     words = _word(old, low), _word(new, low)
-    if words[0] == words[1]:  # The change begins behind the word.
+    if words[0] == words[1]:  # the words are equal, so the change begins after them
         words = old[low : low + _MOST_WORD], new[low : low + _MOST_WORD]
     return f"character {low + 1}: {words[0]!r}, {words[1]!r}"
 
 
 def _word(text: str, place: int) -> str:
-    """Return the word around a place, without punctuation at its ends; long ones are cut."""
+    """Return the word around a position, without punctuation at its ends; a long word is cut."""
     before = re.split(r"\s", text[max(0, place - _MOST_WORD) : place])[-1]
     after = re.split(r"\s", text[place : place + _MOST_WORD])[0]
     return (before + after).strip(".,;")

@@ -1,4 +1,4 @@
-"""An agent as programs see it, a program's request, and the agent's answer, independent of the protocol."""
+"""Protocol-independent types: an agent as programs see it, a program's request, and the agent's answer."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Answer:
     """A finished turn.
 
     id: id by which a program may reward the turn. uid: uid of the turn's sample. finish: stop, length or tool_calls. stop: the
-    stop string that ended the turn, or "". prompt_ids: the tokens before the turn. logprobs: nats. pieces: returns the text of
-    each token.
+    stop string that ended the turn, or "". prompt_ids: the tokens before the turn. logprobs: log-probs of the turn's tokens, in
+    nats. pieces: function that returns the text of each token.
     """
 
     id: str
@@ -97,8 +97,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. settings: take precedence over what a program requests. max_response_tokens: maximum length of
-    a turn.
+    """An agent as programs see it. settings: the agent's settings, which take precedence over those in a request.
+    max_response_tokens: maximum length of a turn.
 
     reader: parser of the agent's turns; None: the whole text is content. server: openai.api of a policy behind a server, where
     tokens and log-probs are unknown; "": marsrl's engines.

@@ -59,7 +59,7 @@ class Gateway:
         self._playing: dict[str, Session] = {}  # running sessions, by key
         self._workers: dict[str, float] = {}  # time of each worker's last request, or deadline for its first
         self._last_error = ""  # a session's last error
-        self._over: dict[str, list[str]] = {}  # keys of sessions that a worker may abandon, by worker
+        self._over: dict[str, list[str]] = {}  # by worker: keys of ended sessions that the worker may abandon
 
     # Called by the player.
 
@@ -99,10 +99,10 @@ class Gateway:
         self._workers[worker] = self._clock() + _START_S
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
-        """Return (new sessions for this worker, keys of ended ones that it may abandon).
+        """Return (new sessions for this worker, keys of ended sessions that the worker may abandon).
 
-        most: maximum concurrent training sessions. As many evaluation sessions may run besides, since training sessions pause
-        meanwhile.
+        most: maximum number of concurrent training sessions. Equally many evaluation sessions may run in addition, because
+        training sessions pause during evaluations.
         """
         self._workers[worker] = self._clock()
         sessions: list[Session] = []

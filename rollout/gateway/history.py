@@ -10,9 +10,9 @@ preserve:
     an empty turn of the assistant       may be missing
     the agent, and the tools             templates write them into the prompt
 
-So a call whose chat begins with an answered one continues that sample or, if the sample was already continued differently,
-begins a new sample whose prompt starts with the same tokens: sampled text is not tokenised again. The session renders the chat
-again only if the chat template omits thoughts that are among these tokens.
+So a call whose chat begins with an answered chat continues the sample of that chat. If the sample was already continued
+differently, the call begins a new sample whose prompt starts with the same tokens. Either way, sampled text is not tokenised
+again. The session renders the chat again only if the chat template omits thoughts that are among these tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Strand:
 class _Kept:
     """Parts of a turn that clients may omit or rename.
 
-    thought: an assistant's thought, or None. calls: id of each call, and a digest of its name and arguments. answers: id of the
-    call that a tool's output answers, or "".
+    thought: an assistant's thought, or None. calls: (id, digest of name and arguments) of each tool call. answers: for a tool's
+    output, the id of the call that it answers; otherwise "".
     """
 
     thought: str | None

@@ -46,7 +46,8 @@ _MOST_TEXT = 1 << 18  # characters at the end of a chat that are searched
 def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return the names of a request's lineage and of its caller; "" if no header gives one.
 
-    A harness's name that is too long or unprintable is ignored. In one of our own headers it raises Refused.
+    A name that is too long or unprintable raises Refused if it is in one of marsrl's headers, and is ignored in headers of other
+    harnesses.
     """
     names = []
     for keys in (_NAMES, _PARENTS):
@@ -91,7 +92,7 @@ class Prefixes:
 
 
 def _key(strand: Strand) -> bytes:
-    return strand.token_ids.tobytes()  # Any order in which equal prefixes are neighbours will do.
+    return strand.token_ids.tobytes()  # any order in which strands with a common prefix are neighbours
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -126,7 +127,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A new sample. after: the earlier sample that it branches off or rewrites. why: reason why it does not continue that one.
+    """A new sample. after: earlier sample that it branches off or rewrites. why: why it does not continue the earlier sample.
     shares: (an earlier sample of the agent, length of the longest common prefix with it)."""
 
     agent: str
@@ -159,11 +160,13 @@ class Settled:
 
         A sample gets the first of these rewards that is given: the mean reward of its answers, the reward of its lineage, the
         mean reward of its lineage's answers, the reward of its agent, the reward of the sample that called it. For an agent that
-        is not a sub-agent, its own reward precedes the mean of its lineage's answers. A caller of another agent counts only if
-        headers name it: otherwise a Verifier would get the Solver's reward just when it sends the Solver back.
+        is not a sub-agent, the reward of the agent precedes the mean of its lineage's answers. A caller that is another agent
+        counts only if headers name it. Otherwise a Verifier would get the Solver's reward exactly when the Verifier sends the
+        Solver back.
 
         by_lineage: rewards given to each name of a lineage, which are averaged. answers: (uid of the sample, reward) of each
-        rewarded answer. by_turn: agents whose single turns are rewarded; without another reward, theirs is 0. Means omit NaN.
+        rewarded answer. by_turn: agents whose single turns are rewarded; their samples get 0 if no other reward applies. Means
+        omit NaN.
         """
         of_sample: dict[str, list[float]] = {}
         of_lineage: dict[Lineage, list[float]] = {}
@@ -216,14 +219,14 @@ class Lineages:
             )
 
     def prefers(self, ask: Ask) -> Callable[[Strand], bool]:
-        """Return a predicate: True for samples of the lineage that the call names; without a name, of unnamed lineages."""
+        """Return a predicate, True for samples of the lineage that the call names or, without a name, of unnamed lineages."""
         return lambda strand: self._begun[strand].lineage.name == ask.lineage
 
     def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None = None, why: str = "") -> int | None:
         """Record a new sample; return the number of the call whose answer its chat holds, if it may be a successor.
 
-        number: the call's number. behind: the sample that the new one branches off. why: why it does not continue that one, if
-        known.
+        number: the call's number. behind: the sample that the new sample branches off. why: reason why it does not continue that
+        sample, if known.
         """
         prefixes = self._prefixes.setdefault(ask.agent, Prefixes())
         shares = prefixes.longest(strand.token_ids)

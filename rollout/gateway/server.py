@@ -48,7 +48,7 @@ _BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, 
 _ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _OF_SESSION = "/s/{key}"
 _KEY_IN_PATH = re.compile(r"^/s/[^/]*")
-_SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # how surrogates begin in JSON, or in UTF-8
+_SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # the first bytes of a surrogate in JSON and in UTF-8
 
 
 @dataclass(frozen=True, slots=True)

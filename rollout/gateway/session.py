@@ -198,7 +198,7 @@ class Session:
     def _rewards(
         self, given: Mapping[str, Any], settled: Settled
     ) -> tuple[dict[str, float], dict[Lineage, list[float]], list[tuple[int, float]]]:
-        """Return the given rewards: by agent, by lineage (one for each of its names), and by number of the answered call."""
+        """Return the rewards that the report gives: by agent, by name of a lineage, and by number of the answered call."""
         by_agent: dict[str, float] = {}
         by_lineage: dict[Lineage, list[float]] = {}
         by_call: list[tuple[int, float]] = []
@@ -238,7 +238,7 @@ class Session:
         return Fate.SUPERSEDED if is_thrown_away and self.masks_superseded else Fate.READ
 
     def _uids_read(self) -> list[str]:
-        """Return uids of samples with answers that were read, sorted by when the last answer was read."""
+        """Return uids of samples of which an answer was read, in the order in which their last answers were read."""
         read = [self._calls[number] for number in self._read]
         uids = [each.uid for each in read if self._fate(each) is Fate.READ]
         return list(dict.fromkeys(reversed(uids)))[::-1]
@@ -299,7 +299,7 @@ class Session:
     def _new(
         self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: Strand | None = None, why: str = ""
     ) -> tuple[Strand, Call]:
-        """Begin a sample. behind: the sample that its chat branches off; why: see Lineages.begin."""
+        """Begin a sample. behind: the sample that its chat branches off. why: as in Lineages.begin."""
         if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,

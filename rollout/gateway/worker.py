@@ -46,7 +46,7 @@ _MOST_SHOWN = 4000  # characters kept of an error
 
 
 class Client:
-    """A session, as seen by a function.
+    """A session, as the user's function sees it.
 
     base_url, api_key: for any OpenAI or Anthropic client. keyed_url: in place of both, for a client that takes no key.
     agents: names to send as the model.
@@ -248,7 +248,7 @@ def environment_of(name: str) -> Callable[..., Any]:
 
 
 def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
-    """Play an environment to its end and return (its end, {id of an answer: its own reward}). Each agent has its own chat."""
+    """Play an environment to its end and return (end, {id of an answer: reward of that turn}). Each agent has its own chat."""
     problem.agents = client.agents
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None

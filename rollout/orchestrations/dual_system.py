@@ -21,7 +21,7 @@ from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # separator of outputs in a bin
-_PACKED = 1024  # calls whose bins are cached, one per episode: MARS's 32 x 16 episodes of a step, and the next step's
+_PACKED = 1024  # calls whose bins are cached, one per episode; enough for MARS's 32 x 16 episodes of two steps
 _READ_ITSELF = ("python",)  # tools whose output System 2 reads directly
 
 
@@ -131,7 +131,7 @@ class DualSystem(Orchestration):
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
         num_found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
-        # Asks about one call differ in the index, which Episode.ask appends to the agent's name.
+        # Asks about the same call differ in `index`, which Episode.ask appends to the agent's name in their ids.
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {

@@ -106,7 +106,7 @@ class VerifierCorrector(Orchestration):
         return sample.answer is not None or may_be_unparsable
 
     def _handed_on(self, episode: Episode, asks: Sequence[Ask], successor: AgentSpec) -> list[tuple[Sample, ...]]:
-        """Return the inputs of the successor's asks about one agent's samples, sorted by uid."""
+        """Return the samples of one agent that are passed to the next agent, sorted by uid."""
         ask_of = {sample.uid: ask for ask in asks for sample in episode.samples(ask)}
         chosen = [s for ask in asks for s in episode.samples(ask) if self.is_eligible(s, successor.name)]
         if episode.purpose == "train":
@@ -184,8 +184,9 @@ def pick(
 ) -> list[Sample]:
     """Pick at most num_picks different samples, sorted by uid, independent of the candidates' order.
 
-    Right means reward.correct >= 1. adaptive: preferred ones first, then the rest. balanced: one of each in turn, beginning
-    with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
+    Right means reward.correct >= 1; one kind, right or wrong, is preferred. adaptive: preferred samples first, then the rest.
+    balanced: a sample of each kind in turn, beginning with the preferred kind. paired: equal numbers of both kinds, or no sample.
+    Ties are broken by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
     rng.shuffle(pool)
@@ -225,9 +226,7 @@ class Loop:
 
     evaluate.compat=marsrl follows the published script (github.com/liushulinle/MarsRL, vc_reasoning_system.py and
     extract_solution.py, e68a831): a truncated solution is drawn again, up to three draws; empty reports are passed on; and
-    however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or
-    not.
-
+    however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or not.
     asks: asks so far, in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs.
     num_iterations: number of Verifier calls.
     """

@@ -64,9 +64,10 @@ class Completion(_OfCompletion):
     routed_experts: experts of prompt and completion without the last token, each chosen by the version that decoded the token.
     kept_tokens: kept tokens at the completion's N positions; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.
-    finish, error: finish reason, and the cause of a failure. sample: the sample, without a reward while it is judged; None
-    before. text: text of all tokens, from the engine that drew the last ones; None: unknown.
-    call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
+    finish, error: finish reason, and the cause of a failure. sample: the sample, which has no reward until it is judged; None
+    while the completion is not finished. text: text of all tokens, from the engine that drew the last ones; None: unknown.
+    call, call_start: number of the program's call that the current turn answers, and index of the turn's first token in the
+    completion.
     usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as counted here.
     """
 
@@ -122,7 +123,7 @@ class Completion(_OfCompletion):
 
     @property
     def is_trained(self) -> BoolArray:
-        """Mask [N] of trained tokens: is_sampled, except in answers that a program did not read, or discarded."""
+        """Mask [N] of trained tokens: is_sampled, without answers that a program did not read or discarded."""
         if not self.turns:
             return self.is_sampled
         is_read = np.zeros(len(self.token_ids), np.bool_)

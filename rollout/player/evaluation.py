@@ -121,7 +121,7 @@ class EvaluationPlay:
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """Return one whole, judged completion per ask, without playing the asks' episodes further.
+        """Return one whole, judged completion per ask; the episodes of the asks are not played further.
 
         An ask whose prompt is too long gets an empty completion that counts as overlong.
         """
@@ -148,7 +148,7 @@ class EvaluationPlay:
     def _most_calls(self) -> str:
         """Describe the agent and round with the most open calls: "verifier1, round 3: 12 of 40 calls"; "" if none is open.
 
-        An agent's n-th call in its episode belongs to its round n. The total counts calls begun so far.
+        The n-th call of an agent in an episode belongs to the agent's round n. The total includes the calls begun so far.
         """
         name, (num_open, num_asked) = max(self._calls.items(), key=lambda each: each[1][0], default=("", (0, 0)))
         return f"{name}: {num_asked - num_open} of {num_asked} calls" if num_open else ""

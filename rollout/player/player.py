@@ -49,7 +49,7 @@ class Game(Protocol):
         """Build the request for a completion's next segment, submitted now. It may name another adapter of the policy's pool."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        """Return True if the next segment starts now; asked when the last one reached its limit or was aborted."""
+        """Return True if the next segment starts now. Called when a segment has reached its limit or was aborted."""
 
     def judged(self, completion: Completion) -> None:
         """Record a finished, judged completion."""
@@ -409,7 +409,7 @@ class Player:
             self._dirty[id(episode)] = episode
 
     def _resume(self, episode: Episode) -> None:
-        """Continue waiting completions whose inputs are available. A completion whose input can never come is an error."""
+        """Continue waiting completions whose inputs are available. A completion whose input can never arrive ends as an error."""
         said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
         is_over = bool(episode.error) or (all(tokens is None for tokens in said.values()) and self._is_stuck(episode))
         ended = []

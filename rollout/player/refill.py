@@ -39,7 +39,7 @@ class Counting:
 
 
 class Rest(NamedTuple):
-    """Rest period of a problem whose groups were dead: total length and remainder, in epochs."""
+    """Rest of a problem whose groups were dead: its length and what is left of it, in epochs."""
 
     length: int
     left: int

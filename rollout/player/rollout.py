@@ -23,7 +23,7 @@ from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 
-_COLLECT_S = 0.1  # longest time that a trainer's call waits for a collect
+_COLLECT_S = 0.1  # timeout of one collect, for which a call of the trainer may have to wait
 _PROGRESS_S = 0.2
 _IDLE_S = 0.02  # pause if nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are working
 

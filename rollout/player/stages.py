@@ -244,7 +244,7 @@ class Stages:
             return True
         completion.num_decoded = 0
         if of_stage := next((each for each in self._awaited if completion in each), None):
-            of_stage.remove(completion)  # its stage waits for this completion no longer
+            of_stage.remove(completion)  # the stage no longer waits for this completion
         return not self.in_step
 
     def judged(self, completion: Completion) -> None:
@@ -357,7 +357,7 @@ class Stages:
         return set(self._unfinished())
 
     def _num_new(self) -> int:
-        """Return the number of new problems of a stage; with rollout.stage_size=total, continued samples replace some."""
+        """Return the number of new problems of a stage; with rollout.stage_size=total, continued samples count against it."""
         config, unfinished = self.config, self._unfinished()
         num_carried = len(unfinished) if self.in_step else sum(bool(each.segments) for each in unfinished)
         if num_carried > config.max_unfinished:
@@ -406,7 +406,7 @@ class Stages:
             resting.pop(problem.id, None)
         elif longest and spread is not Spread.UNKNOWN:
             last = resting.get(problem.id, Rest(0, 0))
-            if not last.left:  # otherwise another dead group has already set a rest
+            if not last.left:  # otherwise another dead group of the problem has already set a rest
                 length = min(max(1, 2 * last.length), longest)
                 resting[problem.id] = Rest(length, length)
 

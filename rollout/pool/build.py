@@ -104,7 +104,7 @@ def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
 
 
 def _takes(config: RolloutConfig, spec: EngineSpec, num_policies: int) -> dict[str, float]:
-    """Return the resources that Ray reserves on one host for an engine. On CPUs: nothing, or the threads if hosts join."""
+    """Return the resources that Ray reserves per engine. On CPUs: none, or the engine's threads if other hosts may join."""
     from marsrl.rollout.pool.ray_connection import CPU, GPU
 
     if spec.device == "cuda":

@@ -36,7 +36,7 @@ class Dispatcher:
         self._queues: list[list[tuple[float, int, DecodeRequest]]] = [[] for _ in range(num_replicas)]  # heaps
         self._work = [0.0] * num_replicas  # work of queued and running requests, by replica
         self._running: list[set[str]] = [set() for _ in range(num_replicas)]
-        self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
+        self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, work)
         self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
         self._open = list(range(num_replicas))  # replicas with an engine, in order
         self._ticket = itertools.count()
@@ -151,7 +151,7 @@ class Dispatcher:
     def _send(self, request: DecodeRequest, replica: int, shares: dict[int, list[DecodeRequest]]) -> None:
         self.num_waiting -= 1
         self._running[replica].add(request.uid)
-        self._homes.pop(request.uid, None)  # reinserts at the end: the oldest are dropped first
+        self._homes.pop(request.uid, None)  # reinserted at the end: the oldest entries are dropped first
         self._homes[request.uid] = replica
         if len(self._homes) > _MAX_HOMES:
             del self._homes[next(iter(self._homes))]

@@ -38,8 +38,8 @@ class EngineThread:
         self._changed = threading.Condition()  # guards the fields below
         self._began: dict[str, float] = {}  # start times of requests under way, by uid, seconds
         self._gathered: list[DecodeResult] = []
-        self._due = math.inf  # when the batch must be handed over
-        self._wake_at = math.inf  # when the collector takes all available results
+        self._due = math.inf  # time at which the batch must be handed over
+        self._wake_at = math.inf  # time at which the collector takes all available results
         self._is_decoding = False
         self._since = 0.0  # time.time() at which decoding of the batch began
         self._error: BaseException | None = None

@@ -79,7 +79,7 @@ class EngineActor:
 
 
 class RayReplicas(Replicas):
-    """Engines as actors of a Ray cluster (see Replicas). Calls of one that dies or falls silent return Lost.
+    """Engines as actors of a Ray cluster (see Replicas). A call of an engine that dies or falls silent returns Lost.
 
     takes: keyed by ray_connection.GPU, CPU.
     config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
@@ -203,7 +203,7 @@ class RayReplicas(Replicas):
             elapsed_s = time.monotonic() - began
             for call in list(pending):
                 lost, most_s = self._silent(calls[call]), within_s
-                if method == "start":  # its process may not exist yet
+                if method == "start":  # the engine's process may not exist yet
                     lost, most_s = None, within_s * (1 if lost else _LONGEST_START)
                 if elapsed_s >= most_s:
                     lost = Lost(f"no answer to {method} within rollout.deadline_s = {self._deadline_s:g} s")

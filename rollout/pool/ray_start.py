@@ -28,7 +28,7 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        # As in Ray: the port of a cluster that just ended is usable.
+        # as Ray does, so that the port of a cluster that has just ended is usable
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))

@@ -52,12 +52,12 @@ class Recovery:
         self.needs_weights = set[int]()  # replicas that still have initial weights
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Give new engines these weights from now on; each shard must report these checksums."""
+        """Load these weights into new engines from now on; each shard must report these checksums."""
         self._update, self._checksums = update, checksums
         self.needs_weights.clear()
 
     def note_adapter(self, update: AdapterUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Give new engines this adapter too from now on."""
+        """Also load this adapter into new engines from now on."""
         self._adapters[update.name] = update, checksums
 
     def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:

@@ -119,8 +119,8 @@ class ModelJudge:
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
         """Return metrics since the last call, judge/...; {} if the model judges no such answers.
 
-        calls: number of answers. cached: answers judged before, or equal to one being judged. compared: answers that both the
-        model and the task judged. agreed: compared answers with equal judgements. seconds: total time from answers to judgements.
+        calls: number of answers. cached: answers judged before, or equal to one being judged. compared: answers judged by both
+        the model and the task. agreed: compared answers with equal judgements. seconds: total time from answers to judgements.
         """
         if not self.serves(purpose):
             return {}

@@ -22,12 +22,13 @@ state."""
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kind of problem with its judge.
+    """Task: a kind of problem, with a judge of answers.
 
-    prompts: name of the default prompt set. problems: seed -> an endless training stream. held_out: (num_problems, seed) ->
-    evaluation problems, which `problems` never yields; with num_problems None, all problems given in files, or HELD_OUT generated
-    ones. judge: judge of answers; the reward of an answer that cannot be judged is missing, never 0. documents, papers: corpora
-    to search if tools.search.corpus and tools.scholar.corpus are null. close: releases resources, such as processes.
+    prompts: name of the default prompt set. problems: function of a seed that returns an endless stream of training problems.
+    held_out: function of (num_problems, seed) that returns evaluation problems, which `problems` never yields; num_problems None:
+    all problems of the files, or HELD_OUT generated problems. judge: judge of answers; the reward of an answer that cannot be
+    judged is missing, never 0. documents, papers: corpora to search if tools.search.corpus and tools.scholar.corpus are null.
+    close: releases resources, such as processes.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Fetcher of pages from untrusted addresses, chosen by models or pages.
+"""Fetcher of pages from untrusted addresses, which models or other pages chose.
 
     address -> scheme, no credentials -> host resolved once -> every IP address public -> connection to that very IP address
        ^-------------------------------- redirect, five at most <------------------------------------------------|-> bytes
@@ -29,7 +29,7 @@ from marsrl.rollout.tools.protocol import ToolError
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _TEXTS = ("application/xhtml+xml", "application/pdf")  # accepted media types besides text/*
-# Media types for which the body's first bytes decide.
+# Media types that say little, so that the first bytes of the body decide.
 _UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message

@@ -34,7 +34,7 @@ UNKNOWN = "unknown"
 _MOST_ARGUMENT_CHARS = 1 << 20
 _MOST_SHOWN = 200  # characters of a name, or of a parser's message, in a text for the model
 _MOST_ERROR = 400  # characters of an error
-_ENTRY_BYTES = 500  # approximate bytes of a cache entry in addition to its text
+_ENTRY_BYTES = 500  # approximate size of a cache entry without its text
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
 
@@ -273,7 +273,7 @@ def _end_run(lane: _Lane, run: _Run, output: ToolOutput) -> None:
         del lane.shared[run.key]
     for future in run.futures:
         _end(lane.books, future, output)
-        output = replace(output, seconds=0.0)  # only one of the calls that share a run counts its time
+        output = replace(output, seconds=0.0)  # the time of a shared run is counted for one of its calls only
     if output.is_error:
         lane.last_error = output.text
     run.futures = []

@@ -126,7 +126,7 @@ class CorpusSearch:
 
 
 def _words(query: str) -> list[str]:
-    """Return the distinct words of a query in order, without stop words if there are others."""
+    """Return the distinct words of a query in order; stop words are left out, unless there are no other words."""
     words = _WORD.findall(unicodedata.normalize("NFC", query[:_MOST_QUERY_CHARS]).lower())
     telling = [word for word in words if word not in _STOP_WORDS]
     return list(dict.fromkeys(telling or words))[:_MOST_WORDS]

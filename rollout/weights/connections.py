@@ -43,7 +43,7 @@ ConnectionKind = Literal["nccl", "ipc"]
 GIVE_UP_S = 0.2
 """Interval at which waits check whether the transfer has been aborted."""
 
-_LOOK_S = 0.02  # longest interval between two polls for a key
+_LOOK_S = 0.02  # longest interval between two polls of the store for a key
 _ABORT_S = 5.0  # limit for an NCCL abort, which may itself wait for CUDA graphs using the communicator
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch's watchdog ends a process that loses a peer
@@ -153,8 +153,8 @@ class TransferStore:
     def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
         """Return the result of `work`; if it fails or exceeds timeout_s, abort the transfer.
 
-        what: the work, for messages. on_give_up: called if the transfer is aborted before the work has ended; the work is then
-            abandoned.
+        what: description of the work, for messages. on_give_up: called if the transfer is aborted before the work has ended,
+            which abandons the work.
 
         Raises TransferBroken: the work failed, or the transfer was aborted.
         """
@@ -228,7 +228,7 @@ class GroupConnection:
             self._buffer = torch.empty(self._rendezvous.num_bytes, dtype=torch.uint8, device=self._device)
             _finish(
                 self._device
-            )  # the engine's stream may still use this memory, and _move's stream does not wait for it
+            )  # wait, because the engine's stream may still use this memory, and the stream of _move would not wait
         flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat

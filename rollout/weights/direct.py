@@ -159,8 +159,8 @@ class _Scratch:
         self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
         self._step = portion_size(weight.shape, rendezvous.max_elements)
         self._whole = whole_box(weight.shape)
-        self._begun: dict[int, Tensor] = {}  # scratch memory of incomplete portions; key: a portion's first matrix
-        self._missing: dict[int, int] = {}  # number of elements that each portion still lacks; same keys
+        self._begun: dict[int, Tensor] = {}  # scratch memory of incomplete portions, by first matrix of the portion
+        self._missing: dict[int, int] = {}  # number of elements that each portion still lacks, by first matrix
 
     def of(self, box: Box) -> Tensor:
         """Return the scratch memory into which a box of one portion will be written."""
@@ -269,7 +269,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's share of the checksums' sums, by distinct shard. has_all: True if everything was sent."""
+    """One rank's parts of the checksums of distinct shards. has_all: True if everything was sent."""
 
     totals: list[dict[str, int]]
     has_all: bool

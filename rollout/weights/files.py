@@ -264,7 +264,7 @@ class WeightFiles(Mapping[str, Tensor]):
         return file.get_tensor(stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stored  # Mapping's default would read the tensor
+        return name in self._stored  # the default of Mapping would read the tensor
 
     def slice(self, name: str) -> Any:
         """Return the tensor's header; indexing it reads only the indexed part."""

@@ -130,7 +130,7 @@ def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EngineShard:
-    """Part `part` of `parts` of a model, held by one worker of an engine; by default all of it.
+    """Part number `part` of the `parts` parts of a model, held by one worker of an engine; by default the whole model.
 
     kv_parts: number of shards of the key and value heads: fewer than parts if several parts hold the same head.
     spreads_experts: each expert is whole in one part, instead of split over all.
@@ -310,7 +310,7 @@ class WeightBucket:
 def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Box]]) -> list[Piece]:
     """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
-    holders: for each trainer rank {name: its box of that tensor}. needs: the same for each engine shard.
+    holders: {name: box of that tensor} held by each trainer rank. needs: {name: box of that tensor} needed by each engine shard.
 
     Raises ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
     """

@@ -16,7 +16,7 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, IntArray
 
-_CACHE_STEP = 64  # positions; capacities of the cache are multiples of it
+_CACHE_STEP = 64  # positions; the cache's capacity is a multiple of this
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Row:
     """A request in the batch. num_cached: number of prompt tokens computed by another row with the same prompt. finish: None
     while the row runs.
 
-    record: routed experts [tokens, layers, K] from experts_from on: one array for the prompt, then one for each token; None: not
-    requested.
+    record: routed experts [tokens, layers, K] of tokens from experts_from on, as one array for the prompt and one for each new
+    token; None: not requested.
     """
 
     request: DecodeRequest
@@ -91,7 +91,7 @@ class DecodeBatch:
         self.experts = None
 
     def record_kept(self, scaled: Tensor) -> None:
-        """Record which tokens can be drawn from scaled [B, V], for rows that request it."""
+        """Record the tokens that can be drawn from the truncated logits `scaled` [B, V], for rows that request it."""
         recording = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
         if recording:
             for i, ids in zip(recording, kept_ids(scaled, recording), strict=True):
@@ -125,7 +125,7 @@ class Cache:
         shape = model.shape
         self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
         size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
-        # Initialised with zeros: even under a mask, NaN would spread through the product with the values.
+        # Initialised with zeros, because NaN would spread through the product with the values even under a mask.
         self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
         self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
 

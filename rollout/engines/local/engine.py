@@ -1,10 +1,10 @@
-"""LocalEngine: prefills prompts packed, each distinct one once, and adds their rows to the running batch.
+"""LocalEngine: prefills distinct prompts together, packed, and adds their rows to the running batch.
 
     submitted -> prefill(distinct prompts) -> copy the cache to the group -> join the batch -> [draw, drop ended rows, step]*
     -> results
 
-The batch drops finished rows once they make up an eighth of it, and takes new rows when all waiting ones fit or an
-eighth is free. Both copy the cache, so they are not done for every row.
+Dropping finished rows and adding new ones copies the cache, so neither is done row by row. The batch drops finished rows once
+they make up an eighth of it, and takes new rows when all waiting rows fit or an eighth is free.
 
 Recorded experts are copied to the host one step late, when the host waits for the drawn tokens anyway.
 """
@@ -140,7 +140,7 @@ class LocalEngine(Engine):
                 return WeightReceipt(TORN, (), broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
-        self._versions[""] = update.version  # caches live as long as their requests: there is no prefix cache
+        self._versions[""] = update.version  # no prefix cache has to be dropped: a cache ends with its request
         return _receipt(update.version, self._model.weights)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
@@ -156,7 +156,7 @@ class LocalEngine(Engine):
         return self._adapters[name]
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Move the weights to the host, even if keeps_weights is False. A no-op on a CPU; there are no caches to free."""
+        """Move the weights to the host, even if keeps_weights is False. Does nothing on a CPU. There are no caches to free."""
         self._refuse_under_way("sleep")
         self._move_weights(torch.device("cpu"))
         if self._device.type == "cuda":
@@ -264,7 +264,7 @@ class LocalEngine(Engine):
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Return results of the aborted requests, with the tokens decoded so far."""
+        """Remove aborted requests, and return their results with the tokens decoded so far."""
         ended: list[Row] = []
         while self._aborts:
             adapter = self._aborts.popleft()
@@ -341,7 +341,7 @@ class LocalEngine(Engine):
         return self._model.forward(ids, positions, attend, experts, self._adapted(adapters, lengths))
 
     def _forward(self, batch: DecodeBatch) -> Tensor:
-        """Return hidden states [B, H] of the tokens just drawn, each at its row's length as position."""
+        """Return hidden states [B, H] of the tokens just drawn; a token's position is the length of its row."""
         tokens, lengths, cache = batch.drawn, batch.lengths, batch.cache
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -359,7 +359,7 @@ class LocalEngine(Engine):
         return self._model.forward(tokens, lengths, attend, batch.experts, adapted)
 
     def _adapted(self, names: Sequence[str], num_tokens: int | Sequence[int]) -> Adapted:
-        """Return the adapters of a forward pass, given the number of tokens of each."""
+        """Return the adapters of a forward pass, each with the rows of its tokens."""
         if not self._adapters:
             return ()
         of_tokens = np.repeat(names, num_tokens)

@@ -13,13 +13,13 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
 Pairs = Mapping[str, Tensor]
-"""An adapter's tensors by name, as from rollout.adapter.held_by_shard: B is already scaled."""
+"""Tensors of an adapter by name, from rollout.adapter.held_by_shard, so that B is already scaled."""
 
 Adapted = Sequence[tuple[Pairs, Tensor]]
 """Adapters of a forward pass, each with the rows [n] int64 of its tokens; other tokens use the weights alone."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
+"""Attention: (layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> output [T, heads, D]"""
 
 
 class LocalModel:
@@ -28,7 +28,7 @@ class LocalModel:
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Fuse HF-named tensors, whose names and shapes follow config.json, and take ownership."""
+        """Fuse tensors with Hugging Face names; the model then owns them. Names and shapes must follow config.json."""
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weights = dict(fuse(tensors, dtype, device))
         self._frequencies = rotary_frequencies(shape, device)

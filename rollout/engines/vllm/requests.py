@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 COLDEST = 0.01
-"""Lowest temperature above 0 that vLLM uses; it raises lower ones to it."""
+"""Lowest temperature above 0 that vLLM uses; vLLM raises lower temperatures to this."""
 SEATS = 16
 """Requests that an engine with adapters runs in addition to rollout.vllm.max_num_seqs, so that checks of a new adapter need not
 wait."""
@@ -47,7 +47,7 @@ class RequestMaker:
         return reason
 
     def made(self, key: str, request: DecodeRequest, adapter: LoRARequest | None) -> EngineCoreRequest:
-        """Build the request with the id `key`. adapter: the adapter's last LoRARequest; None: the bare weights."""
+        """Build the request with the id `key`. adapter: the latest LoRARequest of the adapter; None: the bare weights."""
         return core_request(key, request.token_ids, self._sampling_params(key, request), adapter)
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:

@@ -168,7 +168,7 @@ class WorkerExtension:
             model.compute_logits = divided
 
     def marsrl_take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Return (log-probs [n], nats, kept tokens) of the first n tokens of finished requests sampled by DrawTokens."""
+        """Return (log-probs [n] in nats, kept tokens) for the first n tokens of each finished request that DrawTokens sampled."""
         return self._drawer().take(keys, lengths)
 
     def marsrl_forget_draws(self, keys: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""FP8 weights of vLLM's layers (quantization "fp8_per_block"): rounded as vLLM rounds them, compared, and written in place."""
+"""FP8 weights of vLLM's layers (quantization "fp8_per_block"): rounding like vLLM's, comparison, and updates in place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Fp8Weight:
     """
 
     def __init__(self, module: Any, attribute: str, name: str, shape: tuple[int, ...]) -> None:
-        """Accept weights of this shape, that of the fused tensor `name`.
+        """Accept weights of this shape for the fused tensor `name`.
 
         Raises ValueError: the layer's weight has another shape.
         """
@@ -89,7 +89,7 @@ class Fp8Weight:
         self._written[first] = end, [checksum(ours) for ours in rounded]
 
     def checksum(self) -> int:
-        """Return the checksum of what was sent; its complement if the layer's bytes differ from those written."""
+        """Return the checksum of the weights that were sent, or its complement if the layer's bytes differ from those written."""
         sent = checksum_of_sum(self._sent, self._dtype, self.shape)
         same = all(
             sums == [checksum(held[first:end]) for held in self._held] for first, (end, sums) in self._written.items()

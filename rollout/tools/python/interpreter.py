@@ -47,7 +47,7 @@ class Interpreter:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process. Raises OSError if the command cannot be started."""
-        # The process's stdin; carries the snippet there, and the exit code back.
+        # Socket that is the process's stdin. It carries the snippet to the process, and the exit code back.
         self._line, theirs = socket.socketpair()
         try:
             with theirs:
