@@ -119,8 +119,10 @@ def uids(value: object) -> Collection[str]:
 
 
 def place_of(error: Exception, team: object, method: str) -> str:
-    """Return the line of a user's file that raised, "my_team.py:12", or else the method's first line; "" if neither is
-    known."""
+    """Return the line of a user's file that raised ("my_team.py:12"), or else the method's first line.
+
+    Returns "" if both are unknown.
+    """
     kind = type(team)
     home = Path(inspect.getfile(kind)).parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]

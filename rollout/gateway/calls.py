@@ -17,8 +17,10 @@ SESSION = "session"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of one turn. uid: uid of the turn's sample. logprobs: nats. error: reason why the engine failed; "" if it did
-    not."""
+    """Tokens of one turn.
+
+    uid: uid of the turn's sample. logprobs: nats. error: reason why the engine failed; "" if it succeeded.
+    """
 
     uid: str
     token_ids: IntArray

@@ -160,8 +160,10 @@ async def _call(request: web.Request) -> web.StreamResponse:
 
 
 async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
-    """Send the answer, after keep-alive blanks if it is late, and record it as read. The connection is cut off if there is no
-    answer."""
+    """Send the answer, after keep-alive blanks if it is late, and record it as read.
+
+    Cuts the connection off if there is no answer.
+    """
     api = APIS[path := _path_of(request)]
     lineage, caller = names_of(request.headers)
     digest = hashlib.blake2b(lineage.encode() + path.encode() + data, digest_size=16).digest()

@@ -26,8 +26,10 @@ def normalised(text: str) -> str:
 
 
 def exact_match(answer: str, right: str) -> float:
-    """Return 1 if both are equal after normalisation. If that leaves nothing ("The", "!"), the texts themselves must be
-    equal."""
+    """Return 1 if both texts are equal after normalisation.
+
+    If normalisation leaves nothing ("The", "!"), the texts themselves must be equal.
+    """
     normal_answer, normal_right = normalised(answer), normalised(right)
     if not normal_answer or not normal_right:
         return float(answer.strip().lower() == right.strip().lower())
