@@ -24,7 +24,7 @@ otherwise attention and MLP of a Qwen3:
     logprobs   largest |difference|, nats                                                          at most 2e-5
     norm       relative difference of the gradient's norm                                          at most 1e-5
 
- The last line has the number of lines that FAIL; the exit code is 1 if there are any.
+The last line has the number of lines that FAIL; the exit code is 1 if there are any.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure the faults that the probe of a weight sync detects, and its false alarms, with Megatron and the real vLLM.
 
-    python benchmarks/probe.py                    # mutation x dtype x model: statistics, and the check that detects it (10
-    minutes) python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
+    python benchmarks/probe.py                    # mutation x dtype x model: statistics, and what detects it (10 minutes)
+    python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
 Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to

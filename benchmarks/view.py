@@ -9,8 +9,7 @@ Prints:
 
     read        samples/s read into the viewer's memory, without their texts
     a filter    seconds of the slowest of several filters (agent, reward, flag, words; alone and combined). Each is the median of
-    5 requests
-                to the server for a page of 50, or for the matches found when the search's time limit ends.
+                5 requests to the server for a page of 50, or for the matches found when the search's time limit ends.
 
 The target is 300 ms per filter; `ratio:` is 300 ms divided by the slowest filter's time.
 """
