@@ -1,4 +1,4 @@
-"""Random faults on the default run in small, with a check after each that nothing was lost.
+"""Cause random faults in a small version of the default run, and check after each that nothing was lost.
 
     python tests/chaos.py --minutes 20 --seed 7
     python tests/chaos.py --faults 2 --kinds kill-engine kill-gcs --engine local
@@ -8,16 +8,16 @@ The script starts, resumes and stops runs as a user does, with settings drawn fr
 ranks 1 or 2, engines 1 or 2. Each run gets several faults in turn, continues by the command in its last line, and is finally
 played to its end. After each exit of a process and at the end of the run it checks:
 
-    metrics      one row a step, none missing, none twice
-    samples      every uid once, groups whole
-    instances    each Solver group of each problem drawn: trained once, or still in the checkpoint's books
-    checkpoints  all files as the manifests say, `latest` names one
-    left behind  no process, nothing of ours in /dev/shm, nothing in the temporary directory
-    last line    as docs/faults.md has it
+    metrics      there is exactly one row per step
+    samples      every uid occurs once, and all groups are whole
+    instances    each Solver group of each drawn problem was trained once, or waits in the checkpoint's rollout state
+    checkpoints  all files are as the manifests say, and `latest` names a checkpoint
+    left behind  the run left no process, and no file in /dev/shm or the temporary directory
+    last line    is the one that docs/faults.md promises
 
 With --external a program plays the runs (integration/mischief.py). Its workers are struck too, and the script also checks:
 
-    sessions     none that was over is played again, none is trained twice, none fails
+    sessions     no finished session is played again, none is trained twice, and none fails
 
 Prints a line per fault and a summary. The exit status is 1 if anything was lost. As root, each run gets a small disk (tmpfs) that
 can be filled; otherwise that kind of fault is left out.

@@ -63,7 +63,7 @@ TOGETHER = {
 
 @functools.cache
 def together(file: str) -> str:
-    """Return the name of the file's group in TOGETHER, or the file. Tests for which this is equal run in one process."""
+    """Return the name of the file's group in TOGETHER, or the file. Tests with the same name run in one process."""
     paths = {path: name for name, paths in TOGETHER.items() for path in paths if Path(file).is_relative_to(path)}
     return paths[max(paths, key=len)] if paths else file
 

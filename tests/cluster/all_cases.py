@@ -1,8 +1,8 @@
 """Further cluster tests: `make cluster`, as root.
 
-Three hosts (box.py): two train; engines run on the third and on those that join by `ray start`; files lie on one shared disk. The
-faults strike one run in turn, which continues after each. At its end the test proves that no problem is lost or trained twice
-(tests/integration/books.py).
+There are three hosts (box.py). Two train; engines run on the third, and on hosts that join by `ray start`. All share one disk.
+One run suffers the faults one after the other, and continues after each. At its end the test checks that no problem is lost or
+trained twice (tests/integration/books.py).
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
         box.hosts[2].cut_off(); box.hosts[2].reconnect()
         box.hosts[1].power_off()
 
-    room            one process: it holds the bridge, and the disk on SHARED that stands for the cluster's file system
+    room            one process, which holds the bridge and the disk on SHARED; the disk acts as the cluster's file system
     host1, host2    one first process each, of a PID namespace: network 10.77.0.N, host name, IPC, /tmp, /run, /dev/shm, HOME
 
-Everything else that a host sees is this machine's, read-only, including the checkout and its Python.
+All other files, including the checkout and its Python, are the files of this machine, read-only.
 
 Nothing outlives the process that created the box, and no cleanup is needed: the kernel kills the holders with it
 (PR_SET_PDEATHSIG), a host's processes with the host's first process, and interfaces and mounts with the last process of their

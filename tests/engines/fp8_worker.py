@@ -1,9 +1,9 @@
 """vLLM's FP8 layers of an H100, without one: `python fp8_worker.py FOLDER RANK WORLD CASE...`, JSON to stdout.
 
-This process pretends to PyTorch and vLLM that it has H100s, which cannot be undone, so it runs nothing else. vLLM builds its
-layers, loads a checkpoint and rounds it by its own code, with all tensors in this host's memory; no kernel multiplies by them.
-Then our worker receives another checkpoint. A case is the name of two checkpoints in FOLDER, NAME and NAME_changed; NAME+spread:
-with whole experts on each GPU. The first case must have experts: otherwise vLLM would make no process group for them.
+This process pretends to PyTorch and vLLM that it has H100s, which cannot be undone, so it runs nothing else. vLLM's code
+builds layers, loads a checkpoint and rounds it, with all tensors in this host's memory; no kernel uses the results. Then our
+worker receives another checkpoint. The case NAME uses two checkpoints in FOLDER, NAME and NAME_changed. In the case NAME+spread,
+each GPU also has whole experts. The first case must have experts, because otherwise vLLM would make no process group for them.
 """
 
 from __future__ import annotations

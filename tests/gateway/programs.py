@@ -105,8 +105,8 @@ def playing(
     sums_turns: bool = False,
     counting: Counting | None = None,
 ) -> Iterator[Played]:
-    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: parsers of tool calls and
-    of thoughts. key: the workers' key. renderer, clock, sums_turns: arguments of the gateway.
+    """Open sessions that are ready for the first batch. external: settings, or only the function. parsers: parsers of tool calls
+    and of thoughts. key: the workers' key. renderer, clock, sums_turns: arguments of the gateway.
     """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
@@ -115,7 +115,7 @@ def playing(
 
 
 def turns_of(sample: Sample) -> Sequence[int]:
-    """Return the lengths of a sample's runs of tokens, alternately its own and foreign ones."""
+    """Return the lengths of a sample's pieces, in each of which all tokens are sampled, or none are."""
     lengths, last = list[int](), None
     for own in sample.is_sampled.tolist():
         if own != last:

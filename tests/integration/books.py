@@ -17,18 +17,18 @@ from marsrl.trainer.runs.manifest import damage
 
 
 class Loss(Exception):
-    """Raised if something was lost, left behind, or reported wrongly."""
+    """Raised if a run lost something, left processes or files behind, or reported something wrongly."""
 
 
 def last_line(output: str) -> str:
-    """Return our last line of a console's output, which torchrun's lines follow."""
+    """Return the last line of a console's output that is ours; lines of torchrun follow it."""
     return next((line for line in reversed(output.splitlines()) if line.startswith("marsrl: ")), "")
 
 
 def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
     """Check metrics, checkpoints, samples and instances of a run.
 
-    damaged: checkpoints, or `latest`, that need not be intact.
+    damaged: names of checkpoints that need not be intact, and `latest` if that file need not be.
 
     Raises Loss if something is missing or duplicated.
     """

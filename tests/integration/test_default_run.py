@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     assert process.returncode != 0
     assert "is intact: resume by adding run.name=stopped run.resume=auto" in output, output[
         -4000:
-    ]  # Ray left us our SIGTERM handler
+    ]  # Ray has not replaced our SIGTERM handler
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
     deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:

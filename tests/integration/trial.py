@@ -1,4 +1,4 @@
-"""A run that tests/chaos.py starts, strikes and starts again: its processes, and what it leaves."""
+"""A run that tests/chaos.py starts, lets fail and starts again: its processes, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Life:
 
 @dataclass
 class Trial:
-    """A run with its settings, in several lives."""
+    """A run and its settings. Each start of the run begins a new life."""
 
     name: str
     folder: Path  # folder of all trials, with a short path for Ray's sockets
@@ -128,7 +128,7 @@ class Trial:
         ]  # fmt: skip
 
     def start(self, *more: str) -> Life:
-        """Start the run, by the command in the last life's last line."""
+        """Start the run, with the command in the last line that the previous life printed."""
         words = [f"run.resume={self.resume}"] if self.resume else []
         words += more or ["run.steps=100000"]
         self.num_lives += 1
@@ -164,8 +164,9 @@ class Trial:
         return [each for each in self.processes() if str(WORKER) in each.info["cmdline"]]
 
     def step(self) -> int:
-        """Return the latest checkpoint's step, 0 before the first. If a fault has removed `latest`, return the
-        newest's.
+        """Return the step of the checkpoint in `latest`, or 0 before the first one.
+
+        If a fault has removed `latest`, return the newest checkpoint's step.
         """
         latest = self.directory.checkpoints / "latest"
         on_disk = self.directory.steps_on_disk()

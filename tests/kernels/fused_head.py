@@ -1,4 +1,4 @@
-"""Cases of the fused head, and checks of a result, shared by its tests on every implementation."""
+"""Cases of the fused head and checks of its results, shared by the tests of all implementations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,25 +27,25 @@ _OF_LOSS = {field.name for field in fields(LossInputs)}
 
 
 def linear_policy_loss(hidden: Tensor, weight: Tensor, targets: Tensor, **arguments: Any) -> PolicyLoss:
-    """Call the op with all arguments by name, including those of LossInputs, as the cases have them."""
+    """Call the op with arguments by name, among them the fields of LossInputs."""
     inputs = LossInputs(**{name: value for name, value in arguments.items() if name in _OF_LOSS})
     rest = {name: value for name, value in arguments.items() if name not in _OF_LOSS}
     return kernels.linear_policy_loss(hidden, weight, targets, inputs, **rest)
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLoss:
-    """Call policy_loss in the same way."""
+    """Call policy_loss with the fields of LossInputs by name."""
     return kernels.policy_loss(logprobs, entropy, LossInputs(**arguments))
 
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the CPU's buffer hold this many rows of logits, whatever their width."""
+    """Let the buffer on the CPU hold this many rows of logits, of any length."""
     for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 
 def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
-    """Let a device compute this many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
+    """Let a device compute logits in chunks of this many rows, and keep gradients of two chunks until the backward GEMMs."""
     row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
     patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
     patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)

@@ -1,4 +1,4 @@
-"""Every tensor argument of an op in unusual memory layouts: transposed, strided, expanded, offset, far apart."""
+"""Cases of all ops, and memory layouts for their tensors: transposed, strided, expanded, offset, far apart."""
 
 import mmap
 from collections.abc import Callable
@@ -82,7 +82,7 @@ LAYOUTS = {each.__name__: each for each in (transposed, strided, expanded, offse
 
 @dataclass(frozen=True)
 class Taken:
-    """An op as a function of its tensors by name, and a call's tensors. Floating-point tensors among `leaves` get a gradient."""
+    """Op and arguments. run: calls the op on tensors by name. tensors: makes these. leaves: tensors that get a gradient."""
 
     run: Callable[[Tensors], list[Tensor]]
     tensors: Callable[[], Tensors]
@@ -123,8 +123,9 @@ def _loss_tensors() -> Tensors:
 
 
 def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
-    """Return a function that calls the op on its tensors by name (a support has three). words: further arguments of the op; no
-    numbers for a compiled op, since a compiler would not treat them as constants.
+    """Return a function that calls the op on tensors by name; the three tensors of a support have names like `support.ids`.
+
+    words: further arguments of the op. For compiled ops, these must not be numbers: a compiler would not treat them as constants.
     """
 
     def run(tensors: Tensors) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""The fused head with its vocabulary sharded over gloo processes, against one with all of it; also in interpreter/.
+"""The fused head with a vocabulary sharded over gloo processes, compared with the head in one process; also in interpreter/.
 
-Also the processes' script: `python test_vocab_parallel.py WORLD FOLDER` forks this many ranks after it has imported what they
-need.
+This file is also the script of the processes: `python test_vocab_parallel.py WORLD FOLDER` imports what they need, and forks
+WORLD ranks.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A run whose texts all attack the pages that show them: test data, no model's output."""
+"""A made-up run whose texts all try to attack the pages that show them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ It is \boxed{\frac{7}{2}}
 
 
 class Pieces:
-    """Stands for a renderer whose tokens cut the sample's text evenly, at any character."""
+    """Stands for a renderer. Its tokens are pieces of the sample's text with about the same length, cut at any character."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -84,9 +84,10 @@ def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample
 
 
 def make_hostile_run(root: Path) -> Path:
-    """Write six steps of made-up samples with ATTACK in all texts of a model, data or a config. A seventh has long texts, some
-    from a tool or a chat, by three policy versions; the file of an eighth is damaged. Tokens are logged for two samples of the
-    seventh, and the first one's file is damaged.
+    """Write eight steps of made-up samples, with ATTACK in all texts that come from a model, data or a config.
+
+    The seventh step has long texts by three policy versions, some with tools or chats, and token logs of two samples. The
+    samples of the eighth step and the token log of the first are damaged.
     """
     run = make_run(root, text=ATTACK)
     unclosed = "<tool_call>" * 50_000

@@ -176,8 +176,10 @@ class Publishing:
         return found
 
     def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
-        """Return the engines' weights after only changes were sent, after one engine lost its numbers, and after files, on rank
-        0.
+        """Return {kind of sync: [the engines' weights, bytes sent, share of changed weights]} on rank 0.
+
+        The first sync sends all weights, the second only changes. Before the third, an engine loses its weights. The last one
+        uses files.
         """
         checked = self.new(SpoilingEngine, model, dtype)
         by_change = self.direct(checked, "nccl", sends_deltas=True)
@@ -195,8 +197,10 @@ class Publishing:
         return found
 
     def halves(self, folder: Path) -> dict[str, str]:
-        """Publish to engines of two shards each. Save the second engine's tensors to folder/KIND_EXPERTS.pt, for both kinds of
-        sync and experts split and spread; return the errors, by the same names, when a number of its second shard changes.
+        """Publish to engines of two shards, with both kinds of sync, and with experts cut over the shards or spread whole.
+
+        Save the second engine's tensors to folder/KIND_EXPERTS.pt. Return {KIND_EXPERTS: error of the sync after a number in
+        the second engine's second shard has changed}.
         """
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):

@@ -48,8 +48,9 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
-    """Return four batches on one data-parallel rank, or on each of two ranks one of twice the size. No length is a multiple of
-    what ranks need.
+    """Return four batches on one data-parallel rank, or one of twice the size on each of two ranks.
+
+    No sequence's length is a multiple of the number that the layout requires.
     """
     samples = tiny.sequences(SAMPLES, seed=1)
     sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)

@@ -23,9 +23,9 @@ GRAD_CLIP = 0.01
 
 
 class TwoMemories(TorchFunctionMode):
-    """Block in which Megatron's offloading code takes every tensor for a GPU's, except copies made by .cpu() and their copies.
+    """Block in which Megatron's offloading code sees every tensor as a GPU tensor, except results of .cpu() and their copies.
 
-    Such a host tensor has the attribute `in_host_memory`. Nothing moves; is_cuda merely has another value for that code.
+    These host tensors have the attribute `in_host_memory`. Nothing is moved: only the value of is_cuda in that code differs.
     """
 
     COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)

@@ -35,7 +35,7 @@ def test_published_parameter_counts() -> None:
 def holds(report: dict[str, Any], tolerance: float) -> None:
     """Check planned against measured memory.
 
-    `working` is the peak without static tensors. Its plan may be 1.5 tolerances too low or 2.5 tolerances too high.
+    `working` is the peak without static tensors. It may be planned too low by 1.5 * tolerance, or too high by 2.5 * tolerance.
     """
     for what, allowed in (("static", 0.01), ("peak", tolerance), ("working", 1.5 * tolerance)):
         measured, planned = report[what]

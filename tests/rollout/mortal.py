@@ -17,7 +17,7 @@ from marsrl.rollout.types import Finish
 
 @dataclass
 class Places:
-    """Places for engines on the available hosts."""
+    """Number of places for engines on the available hosts."""
 
     free: int = 0
 
@@ -25,9 +25,9 @@ class Places:
 class MortalReplicas(LocalReplicas):
     """Replicas that fail as Ray actors do.
 
-    deadly(request): the engine that gets this request dies once it has decoded something. dead, hung: may be set at any time; a
-    restart repairs the replica. Time passes while one hangs. seconds: engine time of each result. places: places for new
-    replicas, may be shared; None: always one.
+    deadly: function of a request; if it returns True, the replica with the request dies once it has decoded something. dead,
+    hung: replicas that fail; tests may add to them at any time, and a restart removes a replica. Time passes while one hangs.
+    seconds: engine time of each result. places: places for new replicas, which pools can share; None: there is always one.
     """
 
     can_restart = True

@@ -1,4 +1,4 @@
-"""Problems that a step adds for groups without spread, and problems that rest, on scripted letters."""
+"""Problems that a step adds for groups without spread, and problems that rest, with scripted completions of letters."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def spread_of(groups: Sequence[Group]) -> Spread:
 
 
 def live(*numbers: int, lengths: Callable[[int], int] = lambda number: 9) -> Script:
-    """Return a script by which only these draws are live.
+    """Return a script in which only these draws have spread.
 
-    Their Solvers are right once in a group, and Solvers of other draws never. Verifiers flag errors in these draws alone, so
-    these trajectories are longer. lengths: length of a completion, by the number of its draw.
+    In them, one Solver of each group is right; in other draws, none is. Only in these draws Verifiers flag errors, which makes
+    their trajectories longer. lengths: function from the number of a draw to the length of its completions.
     """
 
     def script(request: DecodeRequest) -> list[int]:
@@ -240,7 +240,7 @@ def test_an_evaluation_draws_no_problems() -> None:
 
 
 def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, rest: int = 4) -> list[int]:
-    """Return the epochs below 20 in which `problem`, one of three, is drawn, if its groups are dead in the epochs `dead`."""
+    """Return the epochs below 20 in which `problem`, one of three, is drawn. dead: epochs in which its groups have no spread."""
     epoch = 0
 
     def judged(of: Problem, answer: str) -> Future[Reward]:

@@ -53,8 +53,9 @@ def is_solver(request: DecodeRequest) -> bool:
 
 
 def critics(*, err: bool) -> Script:
-    """A Solver that is right half of the time, and critics that never err, or that flag everything and break what they are
-    shown.
+    """Return a script with a Solver that is right half of the time, and Verifiers and Correctors that never err.
+
+    err: the Verifiers flag every answer, and the Correctors change it to a wrong one.
     """
 
     def say(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
