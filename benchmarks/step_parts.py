@@ -57,7 +57,7 @@ WITHIN = ("publish: probe, trainer", "publish: probe, adapters", "publish: probe
 
 
 class Clocks:
-    """Clocks of parts since start(), each without the parts inside it, over all threads."""
+    """Clocks of the parts of a step since start(), over all threads. While a nested part runs, the outer part does not count."""
 
     def __init__(self) -> None:
         self._lock, self._open = threading.Lock(), threading.local()

@@ -84,7 +84,7 @@ def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
 
 
 def own_function(key: str, name: str) -> Callable[..., Any]:
-    """Load the function that `key: FILE.py:FUNCTION` names; ValueError as own_class."""
+    """Return the function that `key: FILE.py:FUNCTION` names; raises ValueError like own_class."""
     place, function_name, function = _named(key, name)
     if not inspect.isfunction(function):
         raise ValueError(f"{key} is {name!r}: {place} has no function {function_name}")

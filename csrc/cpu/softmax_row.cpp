@@ -46,8 +46,8 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// Passes once over a row of logits, block by block. Calls see_origin(block, maximum) with the largest logit so far, then keep(i,
-// e) for each element i of the block, with e = e^d and d relative to the origin of this maximum.
+// Passes once over a row of logits, block by block. Per block it calls see_origin(block, maximum), where maximum is the largest
+// logit so far, and then keep(i, e^d) for each element i. Here d is relative to the origin that follows from this maximum.
 template <class SeeOrigin, class Keep>
 MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
                             Keep keep) {

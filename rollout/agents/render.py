@@ -307,7 +307,7 @@ class ChatRenderer:
         return any(text[-num:] in self._heads or text[:num] in self._tails for num in range(1, self._longest))
 
     def _with_twins(self, template: str) -> str:
-        """Return the template, changed so that it also searches for the twins of the control words that it searches for."""
+        """Return a template that searches for the same control words and also for their twins."""
         assert self._control_pattern is not None  # without control words no content would have twins
         pattern = self._control_pattern
 
@@ -366,7 +366,7 @@ class ChatRenderer:
         return self._ids(_well_formed(text))
 
     def _ids(self, text: str) -> IntArray:
-        """Return the ids of a text in which control words in twins are ordinary text."""
+        """Return the ids of a text. Its control words become control tokens, and their twins ordinary text."""
         pieces: list[int | str | None] = []
         for piece in self._split_controls(text):
             pieces.extend([piece] if isinstance(piece, int) else self._break_controls(piece.translate(self._plain)))

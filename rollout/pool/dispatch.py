@@ -72,8 +72,10 @@ class Dispatcher:
                 self._queue(request, replica, is_cached=False)
 
     def take(self, closed: Collection[int] = (), *, at_once: bool = False) -> dict[int, list[DecodeRequest]]:
-        """Return requests to send now, by replica, longest first; none for closed ones. at_once: whole queues, ignoring
-        slots."""
+        """Return {replica: requests to send now, longest first}, for replicas that are not closed.
+
+        at_once: send whole queues, even if the replica has too few slots.
+        """
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares

@@ -1,11 +1,11 @@
-"""Fit of sigma of the log-normal lengths, the only fitted number: UloRL's step with one segment must take the published time.
+"""Fit sigma of the log-normal lengths, so that UloRL's step with one segment takes the published time.
 
-The model's times for two and four segments are predictions, compared with the published ones.
+No other number is fitted. The times for two and four segments are predictions, which are compared with the published times.
 
 The paper does not say how many new samples a stage plays if some are carried over from the previous stage. Two interpretations
 are simulated with the same sigma; they agree for one segment, where nothing is carried over:
 
-    step_s      rollout.stage_size=new: each stage has as many new problems as with one segment, and carried-over samples on top
+    step_s      rollout.stage_size=new: each stage has as many new problems as with one segment, and also carried-over samples
     steady_s    rollout.stage_size=total: each stage has as many samples as with one segment, carried-over ones included
 """
 

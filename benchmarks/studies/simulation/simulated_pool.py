@@ -47,12 +47,12 @@ class _UnderWay:
 class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` runs until something ends.
 
-    lengths: whole lengths of completions, in real tokens. written: tokens of completions. grain, prompt_grain: real tokens per
-        simulated token in completions and in prompts.
-    texts: texts of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
-        entries. own_cpu_s: CPU seconds of the simulation itself, including texts and the engines' side of messages. received,
-            returned:
-        bytes of the messages to the engines and back.
+    lengths: gives the length of a completion, in real tokens. written: gives its next tokens. texts: gives its text; None:
+        engines return no texts.
+    grain, prompt_grain: real tokens per simulated token in completions and in prompts.
+    first_token_s: {uid: time of the first token}; readers remove the entries that they have read.
+    own_cpu_s: CPU seconds of the simulation itself, including texts and the engines' side of messages.
+    received, returned: bytes of the messages to the engines and back.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The study as text: constants, fit, predictions, pipelines, axes."""
+"""Tables and text that show the simulation study: constants, the fit, predictions, pipelines, and varied settings."""
 
 from __future__ import annotations
 

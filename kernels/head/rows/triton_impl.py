@@ -152,9 +152,9 @@ def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | Non
 
 
 def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Return the block sizes for joining pieces: with fewer pieces per row, a program takes more rows.
+    """Return the block sizes for joining pieces. A program takes more rows if there are fewer pieces per row.
 
-    At least 8 rows, whose float32 partials fill a 32-byte sector of memory; 768 rows then take 96 programs.
+    It takes at least 8 rows, because their float32 partials fill a 32-byte sector of memory. 768 rows then take 96 programs.
     """
     at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}

@@ -69,7 +69,7 @@ def quack_gradients(
         terms.evaluate(chunk)
         active = torch.empty(chunk.count, dtype=torch.int64, device=hidden.device)
         place_of, count = list_active(chunk, slopes, active)
-        # The device computes the first rows of the next chunk while the host waits for this chunk's two numbers.
+        # While the host waits for `late_beyond` and `count`, the device computes the first rows of the next chunk.
         upcoming = next(chunks, None)
         following = Product(head, hidden, upcoming, buffer, ahead) if upcoming else None
         if late_beyond.wait():
