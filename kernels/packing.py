@@ -43,7 +43,7 @@ def pack(
     logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Packed:
-    """Turn flat arrays of tokens into positions that predict them; the only place with the target shift.
+    """Turn flat arrays of tokens into positions that predict them. Targets are shifted only here.
 
     Args:
         token_ids: [N] int, the tokens of all sequences end to end.

@@ -157,7 +157,7 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        # Reading a config, and the viewer: its start would take four times as long with torch.
+        # Reading a config, and starting the viewer, which would take four times as long with torch.
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # libraries that compile kernels

@@ -1,4 +1,4 @@
-"""Buckets through memory that two processes map: CUDA IPC on one GPU, a file on a CPU. About 5 s; needs only torch."""
+"""Weights sent through memory that two processes map: by CUDA IPC on a GPU, by a file on a CPU. About 5 s; needs only torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A port for a server that a test starts, or for no server."""
+"""A free port, for a server that a test starts, or for an address at which no server listens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a port of 127.0.0.1 that no other process gets inside the block. Nothing listens there yet; a server that sets
-    SO_REUSEADDR may.
+    """Yield a port of 127.0.0.1 that no other process gets inside the block.
+
+    Nothing listens at it. A server that sets SO_REUSEADDR can use it.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
