@@ -224,7 +224,7 @@ class Parser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        r"""Texts of which a prompt that asks for the form contains at least one: `\boxed{`; `Verdict:`; () if unknown."""
+        r"""Texts such as `\boxed{` or `Verdict:`. A prompt that asks for the form contains at least one. () if unknown."""
         if len(self.examples) == 2:  # examples of a yes and a no
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*self.examples, strict=False))
             shared = "".join(character for character, _ in same).rstrip()

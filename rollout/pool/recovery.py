@@ -38,15 +38,16 @@ class Faults:
 class Recovery:
     """Restarter of lost engines, with a limit on restarts.
 
-    name: the policy's. most: restarts allowed in a run; one more ends it.
-    tell: called with (replica, "restart", start, end) after each restart; time.time().
+    name: name of the policy. most: restarts allowed in a run; one more ends it.
+    tell: called with (replica, "restart", start, end) after each restart; the last two are times by time.time().
     """
 
     def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # current weights; None before the first update
         self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard; equal for all engines
-        self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by adapter
+        # {adapter: (current weights, checksums of each shard)}
+        self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
         self.needs_weights = set[int]()  # replicas that still have initial weights

@@ -153,7 +153,7 @@ class WeightReceiver:
 
 
 class _Scratch:
-    """Scratch memory for portions of a Converted weight; each is held from its first piece until it is whole."""
+    """Scratch memory for portions of a Converted weight. A portion has memory from its first piece until it is complete."""
 
     def __init__(self, weight: Converted, rendezvous: Rendezvous, device: torch.device) -> None:
         self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
@@ -163,7 +163,7 @@ class _Scratch:
         self._missing: dict[int, int] = {}  # number of elements that each portion still lacks, by first matrix
 
     def of(self, box: Box) -> Tensor:
-        """Return the scratch memory into which a box of one portion will be written."""
+        """Return the scratch memory for the numbers of a box, which lies in one portion. The caller writes all of them."""
         first = box.start[0] // self._step * self._step
         portion = self._whole.cut(0, first, first + self._step).overlap(self._whole)
         if first not in self._begun:
@@ -173,7 +173,7 @@ class _Scratch:
         return box.within(portion).of(self._begun[first])
 
     def convert(self) -> None:
-        """Write whole portions to the weight, and free their memory."""
+        """Write complete portions to the weight, and free their memory."""
         for first in [first for first, number in self._missing.items() if not number]:
             del self._missing[first]
             self._weight.write(first, self._begun.pop(first))
@@ -223,7 +223,7 @@ class HeldWeights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of every HF tensor of the model, with stacks in place of experts' tensors (layout.py)."""
+        """Shape of each HF tensor of the model. Tensors of experts are replaced by stacks (layout.py)."""
 
     @property
     def device(self) -> torch.device: ...

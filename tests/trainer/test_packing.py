@@ -110,7 +110,7 @@ def test_plans_by_hand() -> None:
     # 5 + 3, 4 + 3, 2: the longest sequence first, each into the first micro-batch with room.
     assert plan_micro_batches([5, 4, 3, 3, 2], 1, 8) == [[[0, 2], [1, 3], [4]]]
     assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
-    # A fourth for two ranks: 5 + 3 is split, being the fullest; then 7 | 5, 5 + 3 | 7, and 2 wherever it fits.
+    # Two ranks need a fourth micro-batch, so the fullest (5 + 3) is split.
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
     assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equal ones the first is split
     assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # one with a single sequence is not split

@@ -232,7 +232,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Build a validator of a type. Accepts anything for types unknown to pydantic (two fields of 0.32), which vLLM checks."""
+    """Build a validator of a type. If pydantic does not know it (two fields of vLLM 0.32), accept all values: vLLM checks them."""
     try:
         return TypeAdapter(Any if isinstance(field_type, str) else field_type)
     except PydanticSchemaGenerationError:

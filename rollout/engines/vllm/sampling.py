@@ -99,7 +99,7 @@ class _Alive:
         return self._slots[key]
 
     def free(self, key: str) -> tuple[int, list[IntArray] | None]:
-        """Free the request's slot; return it, readable until the next request arrives, and the kept ids."""
+        """Free the request's slot. Return (slot, kept ids); the slot can be read until the next request arrives."""
         slot = self._slots.pop(key)
         self._free.append(slot)
         return slot, self.kept.pop(slot, None)
@@ -157,9 +157,9 @@ class DrawTokens(LogitsProcessor):
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Remove finished requests and return results for the first n tokens of each.
+        """Remove finished requests, and return (log-probs [n] float32 in nats, kept tokens or None) of each.
 
-        Returns (log-probs [n] float32, nats, kept tokens if recorded).
+        keys: keys of the requests. lengths: number n of tokens of each request whose results are returned.
         """
         freed = [self.alive.free(key) for key in keys]
         drawn = self.alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
