@@ -66,7 +66,7 @@ class HeadGradients:
     def add_pieces(
         self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
     ) -> None:
-        """Add gradients of all these tokens like `add`, with dz in pieces of the vocabulary, gemms.tiles(), from dz_of.
+        """Add gradients of all these tokens like `add`. dz_of returns dz of one piece of the vocabulary from gemms.tiles().
 
         room: [>= n, V] bfloat16, memory for dz, required if gemms.collects_dz; each call of dz_of overwrites a piece.
         """

@@ -81,7 +81,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
 
 
 def _sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return sequence_of_tokens. On the CPU, one C call: PyTorch's three take a twentieth of the op's time with few tokens."""
+    """Return sequence_of_tokens. The CPU needs one C call; PyTorch's three calls take 5 % of the op's time if tokens are few."""
     if cu_seqlens.device.type != "cpu" or why_no_cpu_library() is not None:
         return sequence_of_tokens(cu_seqlens, num_tokens)
     bounds = cu_seqlens.contiguous()

@@ -107,7 +107,7 @@ class GivenLearner:
         return self._held
 
     def score(self, batches: Sequence[PackedBatch], *, rounded_as: Precision | None = None) -> list[torch.Tensor]:
-        """Score the only batch that is requested: the comparison's."""
+        """Score the batch of the comparison; no other batch is requested."""
         found = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)
         logprobs[batches[0].trained_rows] = torch.from_numpy(

@@ -232,7 +232,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Build a validator of a type. If pydantic does not know it (two fields of vLLM 0.32), accept all values: vLLM checks them."""
+    """Build a validator of a type. It accepts all values of types that pydantic does not know (two fields); vLLM checks these."""
     try:
         return TypeAdapter(Any if isinstance(field_type, str) else field_type)
     except PydanticSchemaGenerationError:
