@@ -30,7 +30,7 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def module_of(path: Path) -> str:
-    """Return the name by which a file is imported. Those of api/ are marsrl's own."""
+    """Return the name by which a file is imported: marsrl.NAME for files of api/, else marsrl.FOLDER.NAME."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(("marsrl", *parts[parts[0] == "api" :])).removesuffix(".__init__")
 

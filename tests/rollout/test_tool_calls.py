@@ -1,4 +1,4 @@
-"""Agents that call tools, by their chat template or as System 2 does, and readers of the results: scripts on byte tokens."""
+"""Scripted agents that call tools, by their chat template or like System 2, and agents that read results. Tokens are bytes."""
 
 from __future__ import annotations
 
