@@ -8,8 +8,8 @@ in t.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray, not_recorded
 from marsrl.rollout.types import BoolArray, FloatArray, IntArray
 from marsrl.trainer.machine import training_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,21 @@ class TrainSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Paths:
+    """Tokens that the model computes for a micro-batch whose samples share prefixes (prefix_trees.py).
+
+    Each sample computes the U tokens of a run; its path is the shared tokens and its run, K in all samples together.
+    cu_seqlens [S+1] int32: bounds of the runs. cu_seqlens_k [S+1] int32: bounds of the paths. tokens [K] int64: the computed
+    token at each place of each path. predicting [T] int64: the computed token that predicts each target.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    tokens: Tensor
+    predicting: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """One micro-batch: S concatenated sequences, T tokens (alignment padding included).
 
@@ -76,6 +93,9 @@ class PackedBatch:
 
     All [T] arrays are indexed by the position that *predicts* the token. cu_seqlens covers T, so padding belongs to the last
     sequence, whose mask is False there.
+
+    With `paths`, token_ids, position_ids, is_padding and routed_experts are of the tokens that the model computes, [U], and all
+    other arrays have only the positions that predict a sampled token: T of them, often several of one computed token.
     """
 
     uids: tuple[str, ...]
@@ -98,10 +118,20 @@ class PackedBatch:
     positive_rows: Tensor  # [P] int64, those trained_rows that are tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() if there is no record
     support: Support | None = None  # tokens that each target was drawn from; None: the whole vocabulary for all
+    paths: Paths | None = None  # None: the model computes all T tokens
 
     @property
     def num_tokens(self) -> int:
+        return self.targets.numel()
+
+    @property
+    def num_computed(self) -> int:
         return self.token_ids.numel()
+
+    @property
+    def runs(self) -> Tensor:
+        """Bounds of each sequence's computed tokens, [S+1] int32."""
+        return self.cu_seqlens if self.paths is None else self.paths.cu_seqlens
 
     def of_tokens(self, of_sequences: Tensor) -> Tensor:
         """Return the value of each token's sequence, [T] from [S], without synchronisation."""
@@ -135,12 +165,7 @@ def plan_micro_batches(
 
     Raises ValueError if a sequence is longer than max_tokens.
     """
-    longest = max(lengths, default=0)
-    if longest > max_tokens:
-        raise ValueError(
-            f"packing: a sequence has {longest} tokens but trainer.max_tokens_per_micro_batch is {max_tokens}; raise it, or "
-            "lower rollout.max_response_tokens or the agents' max_input_tokens"
-        )
+    check_lengths(lengths, max_tokens)
     members: dict[Hashable, list[int]] = {}
     for i in range(len(lengths)):
         members.setdefault(kinds[i] if kinds is not None else None, []).append(i)
@@ -152,19 +177,35 @@ def plan_micro_batches(
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
     while len(bins) < num_bins:
         bins = _split_largest(bins, lengths)
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    cost_of = [sum(_cost(lengths[i]) for i in b) for b in bins]
-    cost = [0.0] * num_ranks
-    for b in sorted(range(num_bins), key=lambda b: (-cost_of[b], b)):
-        rank = min((r for r in range(num_ranks) if len(ranks[r]) < num_bins // num_ranks), key=lambda r: (cost[r], r))
-        ranks[rank].append(bins[b])
-        cost[rank] += cost_of[b]
-    return ranks
+    return dealt(bins, [sum(cost(lengths[i]) for i in b) for b in bins], num_ranks)
 
 
-def _cost(length: int) -> float:
+def check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
+    """Raise ValueError if a sequence is longer than max_tokens."""
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"packing: a sequence has {longest} tokens but trainer.max_tokens_per_micro_batch is {max_tokens}; raise it, or "
+            "lower rollout.max_response_tokens or the agents' max_input_tokens"
+        )
+
+
+def cost(length: int) -> float:
     """Return the relative cost of a sequence: linear layers plus causal attention (length^2; equal near 16k tokens)."""
     return length * (1.0 + length / 16384.0)
+
+
+def dealt(bins: Sequence[T], costs: Sequence[float], num_ranks: int) -> list[list[T]]:
+    """Give each rank equally many bins: the costliest bin goes first, to the rank with the lowest cost so far."""
+    ranks: list[list[T]] = [[] for _ in range(num_ranks)]
+    cost_of = [0.0] * num_ranks
+    for b in sorted(range(len(bins)), key=lambda b: (-costs[b], b)):
+        rank = min(
+            (r for r in range(num_ranks) if len(ranks[r]) < len(bins) // num_ranks), key=lambda r: (cost_of[r], r)
+        )
+        ranks[rank].append(bins[b])
+        cost_of[rank] += costs[b]
+    return ranks
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
@@ -176,8 +217,11 @@ def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[i
     return [*bins[:b], bins[b][::2], bins[b][1::2], *bins[b + 1 :]]
 
 
-def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
-    """Concatenate sequences on the learner's device; T is padded to a multiple of `align` (tensor parallelism splits T).
+def pack(sequences: Sequence[TrainSequence], *, align: int = 1, shared: Sequence[int] = ()) -> PackedBatch:
+    """Concatenate sequences on the learner's device.
+
+    align: the number of computed tokens is padded to a multiple of it (tensor parallelism splits them).
+    shared: number of leading tokens of each sequence that are computed for the one before it; (): 0 for all.
 
     The host concatenates their arrays, from which kernels.pack computes each position's input and target. An empty list packs to
     one masked token, so that a rank without work still takes part in every collective.
@@ -186,7 +230,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     """
     sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
-    total = int(-(-starts[-1] // align) * align)
+    total = int(starts[-1]) + (sum(shared) - int(starts[-1])) % align
     num_real = int(starts[-1]) if any(len(s.token_ids) for s in sequences) else 0  # padding() has an empty completion
     bounds = np.array([*starts[:-1], total], np.int32)
     cu_seqlens = _on_device(bounds)
@@ -212,7 +256,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     trained_rows, positive_rows = rows_of(packed.mask, is_positive, cu_seqlens, num_sampled)
     own_weights = [s.weight for s in sequences]
     temperatures = [s.temperature for s in sequences]
-    return PackedBatch(
+    batch = PackedBatch(
         uids=tuple(s.uid for s in sequences),
         token_ids=packed.token_ids,
         position_ids=packed.position_ids,
@@ -235,6 +279,43 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         positive_rows=positive_rows,
         routed_experts=_routed_experts(sequences, starts, total),
         support=_support(sequences, starts, total),
+    )
+    return _with_paths(batch, sequences, bounds, shared) if any(shared) else batch
+
+
+def _with_paths(
+    batch: PackedBatch, sequences: Sequence[TrainSequence], bounds: npt.NDArray[np.int32], shared: Sequence[int]
+) -> PackedBatch:
+    """Keep of a batch the tokens to compute and the positions that predict sampled tokens. bounds: its cu_seqlens on the host."""
+    num_own = np.diff(bounds) - shared
+    runs = np.concatenate([[0], num_own.cumsum()])
+    path, paths = np.empty(0, np.int64), []
+    for begin, end, num_shared in zip(runs[:-1], runs[1:], shared, strict=True):
+        path = np.concatenate([path[:num_shared], np.arange(begin, end)])
+        paths.append(path)
+    computed = _on_device(np.concatenate([np.arange(end - n, end) for end, n in zip(bounds[1:], num_own, strict=True)]))
+    tokens, rows = _on_device(np.concatenate(paths)), batch.trained_rows
+    cu_seqlens = _on_device(np.cumsum([0, *(s.num_sampled for s in sequences)]), np.int32)
+    mask = batch.mask[rows]
+    trained_rows, positive_rows = rows_of(mask, batch.is_positive, cu_seqlens, (len(rows), len(batch.positive_rows)))
+    of_rows: dict[str, Any] = {
+        name: values[rows]
+        for name in ("targets", "token_advantages", "rollout_logprobs", "temperature")
+        if isinstance(values := getattr(batch, name), Tensor)
+    }
+    return replace(
+        batch,
+        **of_rows,
+        token_ids=batch.token_ids[computed],
+        position_ids=batch.position_ids[computed],
+        is_padding=batch.is_padding[computed],
+        routed_experts=None if batch.routed_experts is None else batch.routed_experts[computed],
+        mask=mask,
+        support=None if batch.support is None else batch.support.take(rows),
+        cu_seqlens=cu_seqlens,
+        trained_rows=trained_rows,
+        positive_rows=positive_rows,
+        paths=Paths(_on_device(runs, np.int32), batch.cu_seqlens, tokens, tokens[rows]),
     )
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Literal
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, padding, plan_micro_batches
+from marsrl.trainer.data.prefix_trees import Branch, depth_first, num_computed, plan_trees
 from marsrl.trainer.runs.collective import (
     Routes,
     broadcast_bytes,
@@ -22,6 +24,9 @@ from marsrl.trainer.runs.collective import (
     stopping_together,
     world_size,
 )
+
+SharedPrefixes = Literal["off", "auto", "on"]
+WORTHWHILE = 1.15  # least ratio of all tokens to computed ones for SharedPrefixes "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class BatchShard:
     align: T of every micro-batch is a multiple of it.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
+    shared_prefixes: on: a micro-batch computes a prefix that its samples share once (prefix_trees.py); auto: in updates whose
+        samples have over WORTHWHILE times the tokens that are then computed; off: never.
     adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
         micro-batch has only one adapter.
     """
@@ -62,6 +69,18 @@ class BatchShard:
     objectives: tuple[PolicyObjective, ...] = ()
     adapters: tuple[int, ...] = ()
     is_apart: bool = False
+    shared_prefixes: SharedPrefixes = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """Samples of a micro-batch. shared: as in pack()."""
+
+    sequences: tuple[TrainSequence, ...]
+    shared: tuple[int, ...]
+
+    def packed(self, align: int) -> PackedBatch:
+        return pack(self.sequences, align=align, shared=self.shared)
 
 
 def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...]:
@@ -102,34 +121,45 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
         for i in range(num_micro_batches):
             parts = [encode(share[i]) for share in plans[number]] if outline is not None else None
             data = scatter_bytes(parts, data_ranks, shard.routes)
-            packed.append(pack(decode(list[TrainSequence], data), align=shard.align))
+            packed.append(decode(_Members, data).packed(shard.align))
         updates.append(Update(tuple(packed), normaliser))
     return updates
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
     """Return this rank's part of sequences that every rank holds (supervised traces from a common seed)."""
-    return [pack(members, align=shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
+    return [members.packed(shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 
-def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
+def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[_Members]]:
     """Assign sequences to the micro-batches of each data rank.
 
     is_apart: micro-batches at the same index have the same adapter on all ranks, because experts process rows of many ranks.
     """
     if shard.is_apart:
         alone = replace(shard, is_apart=False)
-        share: list[list[list[TrainSequence]]] = [[] for _ in range(shard.data_size)]
+        share: list[list[_Members]] = [[] for _ in range(shard.data_size)]
         for adapter in sorted({shard.adapters[s.agent] for s in sequences}):
             own_sequences = [s for s in sequences if shard.adapters[s.agent] == adapter]
+            nothing = _Members((padding(own_sequences[0].agent),), (0,))
             for batches_of_rank, part in zip(share, _plan(own_sequences, alone), strict=True):
-                batches_of_rank += [members or [padding(own_sequences[0].agent)] for members in part]
+                batches_of_rank += [members if members.sequences else nothing for members in part]
         return share if sequences else _plan(sequences, alone)
-    kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else None
-    plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens, kinds)
-    if not shard.adapters:
-        return [[[sequences[i] for i in members] for members in share] for share in plan]
-    by_adapter = [shard.adapters[s.agent] for s in sequences]
-    return [
-        [[sequences[i] for i in sorted(members, key=by_adapter.__getitem__)] for members in share] for share in plan
-    ]
+    kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else [None] * len(sequences)
+    adapters = [shard.adapters[s.agent] if shard.adapters else 0 for s in sequences]
+    lengths = [s.num_tokens for s in sequences]
+    plan: list[list[list[Branch]]] | None = None
+    if shard.shared_prefixes != "off":
+        plan = plan_trees(depth_first(sequences, kinds, adapters), lengths, shard.data_size, shard.max_tokens)
+        once = sum(num_computed(branches, lengths) for batches in plan for branches in batches)
+        if shard.shared_prefixes == "auto" and sum(lengths) <= WORTHWHILE * once:
+            plan = None
+    if plan is None:
+        flat = plan_micro_batches(lengths, shard.data_size, shard.max_tokens, kinds)
+        plan = [[[Branch(i, 0) for i in indices] for indices in batches] for batches in flat]
+
+    def members(branches: list[Branch]) -> _Members:
+        in_order = sorted(branches, key=lambda branch: adapters[branch.sample])
+        return _Members(tuple(sequences[i] for i, _ in in_order), tuple(shared for _, shared in in_order))
+
+    return [[members(branches) for branches in batches] for batches in plan]

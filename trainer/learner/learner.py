@@ -48,7 +48,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.data.scatter import BatchShard, Update
+from marsrl.trainer.data.scatter import BatchShard, SharedPrefixes, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve
@@ -171,8 +171,8 @@ class Learner:
             begin = Model(base.wrapped, (Adapter(base, policy.adapter, seed).requires_grad_(False),))
         return Model(base.wrapped, (self.adapter,), (ddp,)), begin
 
-    def shard(self, max_tokens: int) -> BatchShard:
-        """Return this rank's share of a batch, in micro-batches of at most max_tokens."""
+    def shard(self, max_tokens: int, shared_prefixes: SharedPrefixes = "off") -> BatchShard:
+        """Return this rank's share of a batch, in micro-batches of at most max_tokens computed tokens."""
         from megatron.core import parallel_state
 
         return BatchShard(
@@ -182,6 +182,7 @@ class Learner:
             align=self.align,
             routes=parallel.routes(),
             objectives=self._objectives,
+            shared_prefixes=shared_prefixes,
         )
 
     def train_step(
@@ -322,10 +323,12 @@ class Together:
     passes: Passes
     adapters: tuple[int, ...] = ()
 
-    def shard(self, max_tokens: int) -> BatchShard:
+    def shard(self, max_tokens: int, shared_prefixes: SharedPrefixes = "off") -> BatchShard:
         """Return this rank's share of the policies' batch, as Learner.shard."""
         first = next(iter(self.learners.values()))
-        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=self.is_apart)
+        return dataclasses.replace(
+            first.shard(max_tokens, shared_prefixes), adapters=self.adapters, is_apart=self.is_apart
+        )
 
     @property
     def is_apart(self) -> bool:

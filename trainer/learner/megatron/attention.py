@@ -1,8 +1,9 @@
-"""Packed causal attention for megatron's layers, on kernels.attention_varlen."""
+"""Packed causal attention for megatron's layers, on kernels.attention_varlen; also of samples that share prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,54 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen, rms_norm
+from marsrl.trainer.data.packing import PackedBatch, Paths
 from marsrl.trainer.learner.megatron.context import Keys
+
+
+def taken(values: Tensor, rows: Tensor) -> Tensor:
+    """Return values[rows], whose gradient adds up repeated rows in float32, or in float64 for float64.
+
+    values: [U, ...] float; rows: [R] int64. A GPU would round each sum to 16 bits and lose small parts of many samples' gradient.
+    """
+    result: Tensor = _Taken.apply(values, rows)
+    return result
+
+
+def taken_again(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> AbstractContextManager[None]:
+    """In the body, keep `values` for the backward pass instead of taken(values, rows), which is many times larger.
+
+    pairs: (taken(values, rows), values).
+    """
+    takens = [(result.data_ptr(), result.numel(), values.detach()) for result, values in pairs]
+
+    def pack(saved: Tensor) -> Tensor | tuple[Tensor, Any, Any]:
+        for pointer, size, values in takens:
+            if saved.data_ptr() == pointer and saved.numel() == size:  # Whole, perhaps transposed.
+                return values, saved.shape, saved.stride()
+        return saved.detach()  # An output that holds its own graph would never be freed.
+
+    def unpack(packed: Tensor | tuple[Tensor, Any, Any]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        values, shape, stride = packed
+        return values.index_select(0, rows).as_strided(shape, stride)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Taken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_values = len(values)
+        return values.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(ctx.num_values, *grad.shape[1:], dtype=dtype)
+        return total.index_add_(0, rows, grad.to(dtype)).to(grad.dtype), None
 
 
 @dataclass
@@ -29,13 +77,16 @@ class Segments(PackedSeqParams):
     cu_seqlens: Tensor | None = None  # [S+1] int32
     max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # Set only under context parallelism.
+    paths: Paths | None = None  # Set only if samples share prefixes.
     kept: dict[int, KeptAttention] | None = None  # By layer number, until the layer is recomputed; None: not kept.
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
+    def of(cls, batch: PackedBatch, context_group: Any) -> Segments:
         """Build the segments of a micro-batch, or of this rank's part of it."""
-        keys = Keys.of(cu_seqlens, num_tokens, context_group) if context_group.size() > 1 else None
-        return cls(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, keys=keys)
+        keys = None
+        if context_group.size() > 1:
+            keys = Keys.of(batch.cu_seqlens, batch.num_tokens, context_group)
+        return cls(cu_seqlens=batch.runs, max_seqlen=batch.max_seqlen, keys=keys, paths=batch.paths)
 
 
 class PackedAttention(MegatronModule):
@@ -54,11 +105,16 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         assert packed_seq_params.cu_seqlens is not None
         q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        bounds, keys = packed_seq_params.cu_seqlens, packed_seq_params.keys
+        bounds, keys, paths = packed_seq_params.cu_seqlens, packed_seq_params.keys, packed_seq_params.paths
         cu_seqlens_k = None
+        saving: AbstractContextManager[None] = nullcontext()
         if keys is not None:
             k, v = keys.gather(k), keys.gather(v)
             bounds, cu_seqlens_k = keys.cu_seqlens, keys.cu_seqlens_k
+        elif paths is not None:  # Each sample's run sees the keys along its path.
+            own_k, own_v, cu_seqlens_k = k, v, paths.cu_seqlens_k
+            k, v = taken(own_k, paths.tokens), taken(own_v, paths.tokens)
+            saving = taken_again(((k, own_k), (v, own_v)), paths.tokens)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention_varlen(
@@ -74,7 +130,8 @@ class PackedAttention(MegatronModule):
 
         kept = packed_seq_params.kept
         if kept is None:
-            output = attend(q, k, v)
+            with saving:
+                output = attend(q, k, v)
         elif torch.is_grad_enabled():  # The layer is being recomputed for the backward pass.
             output = kept.pop(self.layer_number).resume(q, k, v)
         else:

@@ -64,6 +64,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     """
     if size == 1:
         return ContextCut(batch, torch.zeros(0, dtype=torch.int64), batch)
+    assert batch.paths is None, "a tree of samples is not split over context-parallel ranks"
     total, device = batch.num_tokens, batch.token_ids.device
     starts = batch.cu_seqlens.long().cpu()
     lengths = starts.diff()

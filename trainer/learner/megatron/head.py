@@ -22,7 +22,7 @@ from torch import Tensor
 from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob, linear_policy_loss, mpt_gate
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.learner.megatron.attention import Segments
+from marsrl.trainer.learner.megatron.attention import Segments, taken
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PolicyModel(GPTModel):
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=angles,
-            packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
+            packed_seq_params=Segments.of(batch, self.pg_collection.cp),
             padding_mask=self._padding(batch) if self.config.num_moe_experts else None,
         )
         if active is not None and hidden.requires_grad:
@@ -92,6 +92,8 @@ class PolicyModel(GPTModel):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
 
         def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:
+            if batch.paths is not None:
+                rows = taken(rows, batch.paths.predicting)
             if loss is None or mpt is None:
                 return self._logprobs(batch, rows, shard)
             return self._loss(batch, loss, mpt, rows, shard)

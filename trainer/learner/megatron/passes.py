@@ -90,8 +90,8 @@ class Model:
             return ActiveAdapters(adapters)
         assert places == sorted(places), "samples are not grouped by adapter"
         last = torch.tensor([len(places) - places[::-1].index(index) for index in present])
-        ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
-        share = batch.num_tokens // tensor
+        ends = batch.runs[last.to(batch.runs.device, non_blocking=True)].long()
+        share = batch.num_computed // tensor
         first = share * parallel_state.get_tensor_model_parallel_rank()
         own_ends = (ends - first).clamp(0, share)
         return ActiveAdapters(adapters, *(bounds.diff(prepend=bounds.new_zeros(1)) for bounds in (ends, own_ends)))
@@ -209,7 +209,7 @@ class Passes:
             self._replay([micro_batch.experts for micro_batch in work.micro_batches]) as replayed,
             balance_experts(self.model, aux_loss, work.num_tokens, counts) as load,
         ):
-            results = self._schedule(forward_step, data, data[0][0].num_tokens, has_backward=True)
+            results = self._schedule(forward_step, data, data[0][0].num_computed, has_backward=True)
         return results, replayed() if replayed is not None else None, load()
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
@@ -221,7 +221,7 @@ class Passes:
         elif trains and self.router_replay == "rollout" and lacks_experts:
             problem = 2
         counts, trained = len(batches), sum(batch.trained_rows.numel() for batch in batches)
-        num_tokens = sum(batch.num_tokens - batch.is_padding.sum() for batch in batches)
+        num_tokens = sum(batch.num_computed - batch.is_padding.sum() for batch in batches)
         share = torch.stack([torch.tensor(trained, device=training_device()), torch.as_tensor(num_tokens)])
         extremes = torch.tensor([problem, counts, -counts], device=training_device())
         dist.all_reduce(share)
@@ -341,7 +341,7 @@ class Passes:
             batch = next(data)
             return model(batch, active=runner.active(batch, self.layout.tensor)), _as_it_is
 
-        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, module=runner.module)
+        outputs = self._schedule(forward_step, batches, batches[0].num_computed, module=runner.module)
         if self.layout.pipeline > 1:
             if not parallel_state.is_pipeline_last_stage():
                 outputs = [torch.empty(batch.num_tokens, device=training_device()) for batch in batches]

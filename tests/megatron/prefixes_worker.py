@@ -1,0 +1,267 @@
+"""A job of one or two gloo ranks: an update whose samples share prefixes, flat and with each prefix computed once, in float64.
+
+Megatron's modules, this project's head, attention and adapters run as in training; only the optimizer is left out. See
+test_shared_prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import megatron_models as tiny
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from marsrl.kernels import PolicyObjective, linear_logprob
+from marsrl.kernels.linear_logprob import LogProb
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.routed_experts import ExpertArray
+from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard, MiniBatch, scatter
+from marsrl.trainer.learner.megatron import parallel
+from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.learner.step_stats import StepStats, update_stats
+
+AGENTS = 2
+MPT = MptConfig(scope="sample", entropy=3.98, probability=0.02)
+
+
+def family(seed: int = 0) -> list[TrainSequence]:
+    """Return samples of three problems: answers to one prompt, branches of a conversation, one that ends early, and a copy."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(number: int) -> list[int]:
+        return rng.integers(0, tiny.VOCAB, number).tolist()
+
+    system = drawn(3)
+    chats: list[tuple[int, list[int]]] = []  # Number of tokens of the prompt, and all tokens.
+    prompt = system + drawn(9)
+    chats += [(len(prompt), prompt + drawn(int(rng.integers(4, 12)))) for _ in range(4)]
+    trunk = system + drawn(14)
+    chats += [(6, trunk + drawn(int(rng.integers(3, 9)))) for _ in range(3)]
+    chats += [(6, trunk[:10])]  # It ends where the others go on.
+    chats += [(8, trunk[:12] + drawn(5)), (4, trunk[:5] + drawn(7)), (4, drawn(11))]
+    chats += [chats[0]]  # The same tokens, drawn twice.
+    samples = []
+    for number, (of_prompt, tokens) in enumerate(chats):
+        is_sampled = rng.random(len(tokens) - of_prompt) > 0.2
+        is_sampled[-1] = True
+        samples.append(
+            TrainSequence(
+                uid=f"s{number}",
+                prompt_ids=np.array(tokens[:of_prompt], np.int32),
+                token_ids=np.array(tokens[of_prompt:], np.int32),
+                is_sampled=is_sampled,
+                rollout_logprobs=(-4 - 0.3 * rng.random(len(is_sampled))).astype(np.float32),
+                advantage=float(rng.normal()),
+                agent=number % AGENTS,
+                temperature=1.0 if number % 3 else 0.75,
+                is_positive=number % 3 == 0,
+                weight=0.5 + rng.random(),
+                token_advantages=rng.normal(size=len(is_sampled)).astype(np.float32) if number % 4 == 0 else None,
+            )
+        )
+    order = rng.permutation(len(samples))
+    return [samples[i] for i in order]
+
+
+def recorded(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Return the samples with experts that depend on a token and its place alone but in one sample, and with kept tokens."""
+
+    def experts(s: TrainSequence) -> ExpertArray:
+        ids = np.concatenate([s.prompt_ids, s.token_ids])[:-1]
+        first = (ids + np.arange(len(ids)) + (s.uid == "s5")) % 4
+        chosen = np.stack([first, (first + 1 + ids % 3) % 4], -1).astype(np.uint8)
+        return np.stack([chosen, chosen[:, ::-1]], 1)
+
+    def kept(s: TrainSequence) -> KeptTokens:
+        return KeptTokens.of(
+            [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
+        )
+
+    return [replace(s, routed_experts=experts(s), kept_tokens=kept(s)) for s in samples]
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Build models, buffers of gradients and messages between ranks in float64 in the body."""
+    from marsrl.trainer.learner.megatron import shim
+
+    shim.install()  # Must precede any import of megatron.
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    from marsrl.trainer.learner.megatron import adapter, experts, head, model
+
+    transformer_config = model.transformer_config
+
+    def config(*args: Any) -> Any:
+        made = transformer_config(*args)
+        made.params_dtype = made.pipeline_dtype = torch.float64
+        made.gradient_accumulation_fusion = False
+        made.moe_router_dtype = "fp64"
+        return made
+
+    def in_float32(*args: Any, **options: Any) -> LogProb:
+        """Return statistics for the gate and the old policy, which are kept in float32."""
+        found = unsplit(linear_logprob)(*args, **options)
+        return LogProb(found.logprobs.float(), found.entropy.float())
+
+    def unsplit(op: Any) -> Any:
+        """Give every rank the whole vocabulary: only the reference computes in float64, and it does not split the head."""
+
+        def run(hidden: Any, weight: Any, *args: Any, tp_group: Any, main_grad: Any = None, **options: Any) -> Any:
+            if (size := tp_group.size()) > 1:
+                weight = gather_from_sequence_parallel_region(weight, tensor_parallel_output_grad=False, group=tp_group)
+                hidden = hidden / size + hidden.detach() * (1 - 1 / size)  # The caller adds up the ranks' gradients.
+            return op(hidden, weight, *args, **options)
+
+        return run
+
+    def without_main_grad(op: Any) -> Any:
+        return lambda *args, main_grad=None, **options: op(*args, **options)
+
+    def plain(ddp_config: Any, **given: Any) -> Any:
+        return ddp_config(**{**given, "grad_reduce_in_fp32": False, "use_distributed_optimizer": False})
+
+    with ExitStack() as stack:
+
+        def patch(module: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(module, name, value))
+
+        patch(model, "transformer_config", config)
+        patch(head, "linear_policy_loss", unsplit(head.linear_policy_loss))
+        softmax = torch.softmax  # Megatron's router asks for float32.
+        patch(
+            torch,
+            "softmax",
+            lambda x, dim, dtype=None: softmax(x, dim, dtype=torch.promote_types(x.dtype, dtype or x.dtype)),
+        )
+        patch(head, "linear_logprob", in_float32)
+        patch(experts, "grouped_linear", without_main_grad(experts.grouped_linear))
+        for module in (model, adapter):
+            patch(module, "DistributedDataParallelConfig", partial(plain, module.DistributedDataParallelConfig))
+        yield
+
+
+def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the passes of the case's policy, and the modules that are trained."""
+    from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
+    from marsrl.trainer.learner.megatron.convert import Converter
+    from marsrl.trainer.learner.megatron.model import build_model
+    from marsrl.trainer.learner.megatron.passes import Model, Passes
+
+    adapters = case.get("adapters", [])
+    policy = PolicyConfig.model_validate(
+        {"dtype": "float32", "layout": case.get("layout", {}), "recompute": case.get("recompute", "none")}
+    )
+    shape, layout = read_shape(folder), resolve(policy.layout)
+    parallel.start(layout, 0)
+    if adapters:
+        configs = [PolicyConfig.model_validate({"adapter": each}).adapter for each in adapters]
+        base = FrozenBase(folder, layout, policy)
+        modules: list[Any] = [Adapter(base, config, 0) for config in configs if config is not None]
+        ddps = tuple(for_training(module, policy.optimizer) for module in modules)
+        trained = Model(base.wrapped, tuple(modules), ddps, (0, 1) if len(modules) == AGENTS else ())
+        model = base.model
+    else:
+        model, ddp = build_model(shape, layout, policy)
+        Converter(model, shape).load(folder)
+        trained, modules, ddps = Model(ddp), [model], (ddp,)
+    assert all(parameter.dtype == torch.float64 for module in modules for parameter in module.parameters())
+    passes = Passes(
+        model,
+        trained,
+        None,
+        layout,
+        0.0,
+        [PolicyObjective(**case.get("objective", {}), mpt_probability=MPT.probability)] * AGENTS,
+        MPT,
+        case.get("old_policy", "sais"),
+        case.get("router_replay", "none"),
+    )
+    return passes, list(zip(modules, ddps, strict=True))
+
+
+def update_of(passes: Any, samples: list[TrainSequence], case: dict[str, Any], prefixes: Any, max_tokens: int) -> Any:
+    from megatron.core import parallel_state
+
+    shard = BatchShard(
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        max_tokens=max_tokens,
+        align=passes.layout.tensor,
+        routes=parallel.routes(),
+        adapters=passes.trained.adapter_of,
+        shared_prefixes=prefixes,
+    )
+    given = (MiniBatch(tuple(samples), tiny.num_trained(samples)),) if dist.get_rank() == 0 else None
+    (update,) = scatter(given, shard)
+    return update
+
+
+def run(folder: str, case: dict[str, Any], prefixes: str, max_tokens: int) -> tuple[dict[str, Any], StepStats, int]:
+    """Return (this rank's gradients by name, statistics, computed tokens of this rank) of one update."""
+    samples = family()
+    samples = recorded(samples) if case.get("router_replay") == "rollout" else samples
+    passes, trained = passes_of(folder, case)
+    work = passes.prepare(update_of(passes, samples, case, prefixes, max_tokens), is_first=True)
+    for _, ddp in trained:
+        ddp.zero_grad_buffer()
+    results, replay, load = passes.forward_backward(work)
+    gradients = {
+        f"{number}.{name}": parameter.main_grad.clone()
+        for number, (module, _) in enumerate(trained)
+        for name, parameter in module.named_parameters()
+    }
+    stats = update_stats(
+        work, results, grad_norm=0.0, lr=0.0, replay=replay, load=load, agent_grad_norms=(),
+        keep=frozenset(s.uid for s in samples),
+    )  # fmt: skip
+    computed = sum(micro_batch.cut.batch.num_computed for micro_batch in work.micro_batches)
+    parallel.stop(keep_world=True)
+    return gradients, stats, computed
+
+
+def compare(folder: str, case: dict[str, Any]) -> dict[str, float]:
+    """Return the differences of the trees from the flat batch, the largest of all ranks, and tokens computed by rank 0."""
+    with in_float64():
+        flat, stats, num_flat = run(folder, case, "off", 64)
+        tree, stats_of_tree, num_tree = run(folder, case, "on", case.get("max_tokens", 40))
+    assert flat.keys() == tree.keys()
+    largest = max(float(gradient.abs().max()) for gradient in flat.values())
+    off = {"gradient": max(float((flat[name] - tree[name]).abs().max()) for name in flat) / largest}
+    # In RL, weighted_nll depends on the samples of a micro-batch, and nothing reads it.
+    names = [name for name in stats.agent_sums if name != "weighted_nll"]
+    sums, of_tree = (
+        torch.tensor([each.agent_sums[n] for n in names], dtype=torch.float64) for each in (stats, stats_of_tree)
+    )
+    off["sums"] = float(((sums - of_tree).abs() / sums.abs().clamp(min=1)).max())
+    numbers = ("loss", "prob_diff_mean", "prob_diff_max", "k3", "gated_samples")
+    off["stats"] = max(abs(getattr(stats, name) - getattr(stats_of_tree, name)) for name in numbers)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    own = [{tokens.uid: tokens for tokens in each.tokens} for each in (stats, stats_of_tree)]
+    dist.all_gather_object(gathered, (own, off, [list(each.samples) for each in (stats, stats_of_tree)]))
+    found, expected = ({uid: t for part in gathered for uid, t in part[0][which].items()} for which in (1, 0))
+    assert found.keys() == expected.keys() and len(found) == len(family())
+    off = {name: max(part[1][name] for part in gathered) for name in off}
+    for name in ("logprobs", "entropy", "marks"):
+        pairs = [(getattr(found[uid], name), getattr(expected[uid], name)) for uid in expected]
+        off[name] = max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in pairs)
+    samples = [{s.uid: s for part in gathered for s in part[2][which]} for which in (0, 1)]
+    assert samples[0].keys() == samples[1].keys()
+    off["gaps"] = max(abs(samples[0][uid].gap - samples[1][uid].gap) for uid in samples[0])
+    return off | {"flat": num_flat, "computed": num_tree, "gated_samples": stats.gated_samples}
+
+
+def job(folders: dict[str, str], cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return the differences of every case: {name: (model, case)}."""
+    torch.set_num_threads(1)
+    return {name: compare(folders[model], case) for name, (model, case) in cases.items()}

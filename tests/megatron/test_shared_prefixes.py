@@ -1,0 +1,117 @@
+"""Prefixes that samples share are computed once: equal to the flat batch in float64, on one rank and in layouts of two."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import prefixes_worker
+import pytest
+import torch
+from megatron_models import save_model
+from rank_pair import RankPair
+from torch import Tensor
+
+KINDS = ("qwen2", "qwen3", "qwen3_moe", "llama")
+ATTENTION: dict[str, Any] = {"rank": 4, "alpha": 8}
+EXPERTS: dict[str, Any] = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
+TWO_ADAPTERS = [ATTENTION, {**ATTENTION, "rank": 2, "targets": ["mlp"]}]
+SEQUENCE = {"ratio": "sequence", "correction": "sequence_mask"}
+ONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "bias in attention": ("qwen2", {}),
+    "all biases": ("llama", {}),
+    "a whole tree": ("qwen3", {"max_tokens": 400}),
+    "small micro-batches": ("qwen3", {"max_tokens": 26}),
+    "recompute": ("qwen3", {"recompute": "full"}),
+    "recompute but attention": ("qwen3", {"recompute": "full_but_attention"}),
+    "selective recompute": ("qwen3_moe", {"recompute": "selective"}),
+    "ratios of sequences": ("qwen3", {"objective": SEQUENCE}),
+    "old log-probs": ("qwen3", {"old_policy": "recompute"}),
+    "experts": ("qwen3_moe", {}),
+    "experts of the rollout": ("qwen3_moe", {"router_replay": "rollout"}),
+    "experts recorded first": ("qwen3_moe", {"router_replay": "recompute"}),
+    "adapter": ("qwen3", {"adapters": [ATTENTION]}),
+    "two adapters": ("qwen3", {"adapters": TWO_ADAPTERS, "max_tokens": 400}),
+    "adapter of experts": ("qwen3_moe", {"adapters": [EXPERTS]}),
+}
+TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen3", {}),
+    "dp2, few micro-batches": ("qwen3", {"max_tokens": 400}),
+    "tp2": ("qwen3", {"layout": {"tensor": 2}}),
+    "tp2, all biases": ("llama", {"layout": {"tensor": 2}, "recompute": "full"}),
+    "pp2": ("qwen3", {"layout": {"pipeline": 2}}),
+    "pp2, old log-probs": ("qwen3", {"layout": {"pipeline": 2}, "old_policy": "recompute"}),
+    "ep2": ("qwen3_moe", {"layout": {"expert": 2}}),
+    "tp2 ep2": ("qwen3_moe", {"layout": {"tensor": 2, "expert": 2}, "router_replay": "rollout"}),
+    "tp2 etp2": ("qwen3_moe", {"layout": {"tensor": 2}, "router_replay": "recompute"}),
+    "adapters, dp2": ("qwen3", {"adapters": TWO_ADAPTERS}),
+    "adapters, tp2": ("qwen3", {"adapters": TWO_ADAPTERS, "layout": {"tensor": 2}, "max_tokens": 400}),
+    "adapters, pp2": ("qwen3", {"adapters": TWO_ADAPTERS, "layout": {"pipeline": 2}}),
+    "adapters, ep2": ("qwen3_moe", {"adapters": [EXPERTS], "layout": {"expert": 2}}),
+    "adapters, tp2 ep2": ("qwen3_moe", {"adapters": [EXPERTS], "layout": {"tensor": 2, "expert": 2}}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: str(save_model(kind, folder / kind)) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def of_two(folders: dict[str, str], two_ranks: RankPair) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = two_ranks.run(
+        Path(prefixes_worker.__file__), {"folders": folders, "cases": TWO}
+    )
+    return found
+
+
+def check(found: dict[str, float]) -> None:
+    """Bounds: a float64 sum of some hundred terms; old log-probs are kept in float32."""
+    sizes = found.pop("computed"), found.pop("flat")
+    assert 0 < sizes[0] < 0.9 * sizes[1]
+    assert found.pop("gated_samples") > 0
+    assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_tree_has_the_gradient_of_the_flat_batch(name: str, folders: dict[str, str]) -> None:
+    kind, case = ONE[name]
+    check(prefixes_worker.compare(folders[kind], case))
+
+
+class _KeepsKeys(torch.autograd.Function):
+    """Keep whole keys and values for the backward pass, as kernels on GPUs do."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(k.transpose(0, 1), v)
+        return k + v
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = ctx.saved_tensors
+        return grad * v, grad * k.transpose(0, 1)
+
+
+def test_attention_keeps_no_copy_of_a_shared_key() -> None:
+    from marsrl.trainer.learner.megatron.attention import taken, taken_again
+
+    own = [torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    rows = torch.tensor([0, 1, 0, 2, 0, 3])
+    expected = torch.autograd.grad((_KeepsKeys.apply(*(x[rows] for x in own)) ** 2).sum(), own)
+    k, v = (taken(x, rows) for x in own)
+    copies = [weakref.ref(x.untyped_storage()) for x in (k, v)]
+    with taken_again(((k, own[0]), (v, own[1])), rows):
+        output = _KeepsKeys.apply(k, v)
+    del k, v
+    assert [copy() for copy in copies] == [None, None]
+    for gradient, other in zip(torch.autograd.grad((output**2).sum(), own), expected, strict=True):
+        assert torch.allclose(gradient, other, rtol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_compute_trees_as_flat_batches(name: str, of_two: dict[str, dict[str, float]]) -> None:
+    check(of_two[name])
