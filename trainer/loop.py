@@ -46,7 +46,8 @@ def train(run: Run) -> None:
                         for policy in group.learners
                     }
                 together = joined(list(batches.values())) if batches is not None else None
-                updates = scatter(together, group.shard(config.trainer.max_tokens_per_micro_batch))
+                shard = group.shard(config.trainer.max_tokens_per_micro_batch, config.trainer.shared_prefixes)
+                updates = scatter(together, shard)
             with run.engines_asleep(group), run.timed("step"):
                 stats = group.train_step(updates, by_agent=run.measures_agents, keep=kept)
                 for policy in group.learners:

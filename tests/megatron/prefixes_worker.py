@@ -29,6 +29,7 @@ from marsrl.trainer.data.scatter import BatchShard, MiniBatch, scatter
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.learner.step_stats import StepStats, update_stats
+from marsrl.trainer.report.step_metrics import step_metrics
 
 AGENTS = 2
 MPT = MptConfig(scope="sample", entropy=3.98, probability=0.02)
@@ -246,6 +247,10 @@ def compare(folder: str, case: dict[str, Any]) -> dict[str, float]:
     off["sums"] = float(((sums - of_tree).abs() / sums.abs().clamp(min=1)).max())
     numbers = ("loss", "prob_diff_mean", "prob_diff_max", "k3", "gated_samples")
     off["stats"] = max(abs(getattr(stats, name) - getattr(stats_of_tree, name)) for name in numbers)
+    off["tokens"] = abs(stats_of_tree.num_tokens + stats_of_tree.num_shared - stats.num_tokens)
+    off["share"] = abs(
+        step_metrics(stats_of_tree, ["a", "b"])["actor/shared_tokens"] - 1 + stats_of_tree.num_tokens / stats.num_tokens
+    )
     gathered: list[Any] = [None] * dist.get_world_size()
     own = [{tokens.uid: tokens for tokens in each.tokens} for each in (stats, stats_of_tree)]
     dist.all_gather_object(gathered, (own, off, [list(each.samples) for each in (stats, stats_of_tree)]))

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.trainer.config import SharedPrefixes
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.prefix_trees import Branch, depth_first, num_computed, plan_trees
-from marsrl.trainer.data.scatter import BatchShard, SharedPrefixes, micro_batches
+from marsrl.trainer.data.scatter import BatchShard, micro_batches
 
 
 def sample(prompt: str, completion: str, **changes: Any) -> TrainSequence:

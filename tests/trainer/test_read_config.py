@@ -44,6 +44,7 @@ MAIN = "policies.main={model: /m, layout: {tensor: 2}, recompute: full}"
 CHECKER = "policies.checker={base: main, adapter: {}}"
 BASED = (*TEAM, MAIN, "policies.main.adapter={}", CHECKER)
 BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
+SHARED = ("trainer.shared_prefixes=auto",)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,11 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
         ([*BASED, "policies.checker.dtype=bfloat16"], "policies.checker.dtype is bfloat16, but its base has"),
         ([*BASED, "policies.checker.layout={tensor: 1}"], "policies.checker.layout is"),
         ([*BASED, "policies.checker.router_aux_loss=0.1"], "policies.checker.router_aux_loss is 0.1"),
+        ([*SHARED, "policies.main.layout.context=2"],
+         "trainer.shared_prefixes is auto, but policies.main.layout.context is 2"),
+        ([*SHARED, "policies.main.router_aux_loss=0.1"], "policies.main.router_aux_loss is 0.1, a loss over the tokens"),
+        (["trainer.shared_prefixes=on", "policies.main.deterministic=true"],
+         "trainer.shared_prefixes is on, but policies.main.deterministic is true"),
         ([*BARE, "credit.train_agents=all"], "its policy main is the frozen base of checker"),
         ([*BARE, "policies.main={frozen: true, engine: openai, openai: {base_url: 'http://h/v1', model: m}}"],
          "policies.checker.base is main, which a server serves"),
@@ -199,6 +205,8 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["run.steps=3", "run.steps=4", "run.eval_every=${run.steps}"], "run.eval_every", 4),
         (["mpt.scope=off"], "mpt.scope", "off"),  # text, not YAML's false
         (["run.resume=off"], "run.resume", "off"),
+        (["trainer.shared_prefixes=off"], "trainer.shared_prefixes", "off"),
+        (["trainer.shared_prefixes=on"], "trainer.shared_prefixes", "on"),
         ([], "mpt.temperature", "sampling"),
         (["mpt.temperature=1"], "mpt.temperature", 1),
         (["credit.train_agents=solver"], "credit.train_agents", ("solver",)),

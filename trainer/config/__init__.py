@@ -3,7 +3,7 @@
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.config.run_config import RunConfig
-from marsrl.trainer.config.sections import SyncBackend, WarmStartConfig
+from marsrl.trainer.config.sections import SharedPrefixes, SyncBackend, WarmStartConfig
 
 __all__ = [
     "CreditConfig",
@@ -13,6 +13,7 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "RunConfig",
+    "SharedPrefixes",
     "SyncBackend",
     "WarmStartConfig",
 ]

@@ -44,6 +44,8 @@ def _why_not(config: RunConfig, *, trains: bool) -> Iterator[str]:
     if config.judge is not None:
         yield from _of_one_apart(config, "judge.policy", config.judge.policy, "judges")
     yield from config.sync.why_not(config.rollout)
+    if trains and config.trainer.shared_prefixes != "off":
+        yield from _of_shared_prefixes(config)
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
             yield from _of_quantised(config, name, is_trained=trains and name in config.trained_policies)
@@ -197,6 +199,27 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
             f"data.rest is {config.data.rest}, but task={config.task} makes new problems, none of which returns; set data.train, "
             "or data.rest=0"
         )
+
+
+def _of_shared_prefixes(config: RunConfig) -> Iterator[str]:
+    """Refuse settings whose results a prefix that is computed once would change, or that cannot split it."""
+    key = f"trainer.shared_prefixes is {config.trainer.shared_prefixes}, but policies"
+    for name, policy in config.trained_policies.items():
+        if policy.layout.context > 1:
+            yield (
+                f"{key}.{name}.layout.context is {policy.layout.context}, which splits every sample by itself; set "
+                "trainer.shared_prefixes=off, or context=1"
+            )
+        if policy.router_aux_loss:
+            yield (
+                f"{key}.{name}.router_aux_loss is {policy.router_aux_loss:g}, a loss over the tokens of each sample; set "
+                "trainer.shared_prefixes=off, or router_aux_loss=0"
+            )
+        if policy.deterministic:
+            yield (
+                f"{key}.{name}.deterministic is true, and a GPU adds up the gradients of shared tokens in any order; set "
+                "trainer.shared_prefixes=off, or deterministic=false"
+            )
 
 
 def _of_league(config: RunConfig, league: LeagueConfig) -> Iterator[str]:

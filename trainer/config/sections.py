@@ -24,6 +24,8 @@ from marsrl.rollout.tasks.config import EvalFile, TrainFile, TutorConfig, read_e
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Undo YAML's reading of the word off as false, for `mpt.scope=off`."""
+ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
+"""The same for a setting that is also `on`, which YAML reads as true."""
 
 
 MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy seeds are 32 bits.
@@ -131,12 +133,19 @@ class SftConfig(Settings):
         return self
 
 
+SharedPrefixes = Literal["off", "auto", "on"]
+
+
 class TrainerConfig(Settings):
     """Computation of a step's batch, and when the run stops early (docs/troubleshooting.md)."""
 
     max_tokens_per_micro_batch: Tokens = 16384
     """tokens in a micro-batch of a rank (of all ranks of layout.context together), prompts included; at least the longest prompt
     plus its completion; more is faster and takes more memory, and does not change gradients"""
+    shared_prefixes: Annotated[SharedPrefixes, ON_OFF] = "off"
+    """on: a prefix that samples of a micro-batch share, such as a prompt or the turns before a branch, is computed and (in
+    max_tokens_per_micro_batch) counted once; gradients stay the same; auto: on in updates whose samples have over 1.15 times the
+    tokens that are then computed (docs/external.md)"""
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """experts that training reuses: from a forward pass with the step's starting weights (recompute, R2), or from decoding

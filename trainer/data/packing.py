@@ -129,6 +129,11 @@ class PackedBatch:
         return self.token_ids.numel()
 
     @property
+    def num_shared(self) -> int:
+        """Number of tokens of the sequences that are computed for another sequence alone."""
+        return 0 if self.paths is None else self.paths.tokens.numel() - self.num_computed
+
+    @property
     def runs(self) -> Tensor:
         """Bounds of each sequence's computed tokens, [S+1] int32."""
         return self.cu_seqlens if self.paths is None else self.paths.cu_seqlens

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Literal
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.state import decode, encode
+from marsrl.trainer.config import SharedPrefixes
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack, padding, plan_micro_batches
 from marsrl.trainer.data.prefix_trees import Branch, depth_first, num_computed, plan_trees
 from marsrl.trainer.runs.collective import (
@@ -25,8 +25,7 @@ from marsrl.trainer.runs.collective import (
     world_size,
 )
 
-SharedPrefixes = Literal["off", "auto", "on"]
-WORTHWHILE = 1.15  # least ratio of all tokens to computed ones for SharedPrefixes "auto"
+WORTHWHILE = 1.15  # least ratio of all tokens to computed ones for shared_prefixes=auto
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.config import MptConfig, PolicyConfig
+from marsrl.trainer.config import MptConfig, PolicyConfig, SharedPrefixes
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.data.scatter import BatchShard, SharedPrefixes, Update
+from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
 from marsrl.trainer.learner.megatron.layout import Layout, check, resolve

@@ -40,6 +40,8 @@ class StepStats:
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.
+    num_tokens, num_shared: tokens that were computed, over all policies that share the micro-batches; and tokens of samples that
+        were not, because another sample begins with them (trainer.shared_prefixes).
     replay: forced experts compared with the router's own choice; None if none were forced.
     load: load of experts by the router's own choice; None without experts.
     agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
@@ -59,6 +61,8 @@ class StepStats:
     prob_diff_max: float
     k3: float
     num_updates: int = 0
+    num_tokens: int = 0
+    num_shared: int = 0
     replay: ReplayCounts | None = None
     load: ExpertLoad | None = None
     agent_grad_norms: tuple[float | None, ...] = ()
@@ -144,6 +148,8 @@ def update_stats(
         prob_diff_max=float(largest) if compared else math.nan,
         k3=k3 / compared if compared else math.nan,
         num_updates=int(is_finite),
+        num_tokens=work.num_tokens,
+        num_shared=work.num_shared,
         replay=replay,
         load=load,
         agent_grad_norms=agent_grad_norms,
@@ -249,6 +255,8 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
         },
         gated_samples=sum(update.gated_samples for update in computed),
         num_updates=sum(update.num_updates for update in computed),
+        num_tokens=sum(update.num_tokens for update in computed),
+        num_shared=sum(update.num_shared for update in computed),
         replay=type(replays[0])(*map(sum, zip(*replays, strict=True))) if replays else None,
         load=type(loads[0])(
             math.fsum(load.aux_loss for load in loads) / len(loads),

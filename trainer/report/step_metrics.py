@@ -55,6 +55,8 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         metrics["router/aux_loss"] = stats.load.aux_loss
         metrics["router/load_max"] = stats.load.largest
         metrics["router/load_min"] = stats.load.smallest
+    if stats.num_shared:
+        metrics["actor/shared_tokens"] = stats.num_shared / (stats.num_tokens + stats.num_shared)
     for agent in agents:
         count = sums["tokens"][agent]
         if count:

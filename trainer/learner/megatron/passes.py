@@ -56,12 +56,14 @@ class MicroBatch:
 class Work:
     """One optimizer update on this rank; without micro-batches if no rank has a trained token.
 
-    num_tokens: packed tokens over all ranks, without padding. num_agents: number of the run's agents. counts: the router's
+    num_tokens: computed tokens over all ranks, without padding. num_shared: tokens of the samples that were not computed, because
+        another sample of the micro-batch begins with them. num_agents: number of the run's agents. counts: the router's
         choices, if a pass with the update's weights has counted them.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
+    num_shared: int
     num_agents: int
     counts: Counts | None = None
 
@@ -149,9 +151,9 @@ class Passes:
 
         Raises ValueError on all ranks if any micro-batch does not fit mpt.scope or trainer.router_replay.
         """
-        num_trained, num_tokens = self._agree(update.micro_batches)
+        num_trained, num_tokens, num_shared = self._agree(update.micro_batches)
         if num_trained == 0:
-            return Work((), num_tokens, len(self.objectives))
+            return Work((), num_tokens, num_shared, len(self.objectives))
         if not update.normaliser > 0:
             raise ValueError(
                 f"learner: normaliser is {update.normaliser} with {num_trained} trained tokens; expected above 0"
@@ -177,7 +179,7 @@ class Passes:
             )
         )
         present = counts() if is_first and self.aux_loss else None  # Later updates have other weights.
-        return Work(tuple(micro_batches), num_tokens, len(self.objectives), present)
+        return Work(tuple(micro_batches), num_tokens, num_shared, len(self.objectives), present)
 
     def forward_backward(
         self, work: Work, agent: int | None = None
@@ -212,8 +214,11 @@ class Passes:
             results = self._schedule(forward_step, data, data[0][0].num_computed, has_backward=True)
         return results, replayed() if replayed is not None else None, load()
 
-    def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
-        """Return (trained tokens, packed tokens without padding) over all ranks; raise on all if any batch does not fit."""
+    def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int, int]:
+        """Return (trained tokens, computed tokens without padding, shared tokens that are not computed) over all ranks.
+
+        Raises ValueError on all ranks if any batch does not fit.
+        """
         problem = 0
         lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
         if self.mpt.scope == "batch" and len(batches) > 1:
@@ -222,7 +227,8 @@ class Passes:
             problem = 2
         counts, trained = len(batches), sum(batch.trained_rows.numel() for batch in batches)
         num_tokens = sum(batch.num_computed - batch.is_padding.sum() for batch in batches)
-        share = torch.stack([torch.tensor(trained, device=training_device()), torch.as_tensor(num_tokens)])
+        counted = torch.tensor([trained, sum(batch.num_shared for batch in batches)], device=training_device())
+        share = torch.cat([counted, torch.as_tensor(num_tokens).view(1)])
         extremes = torch.tensor([problem, counts, -counts], device=training_device())
         dist.all_reduce(share)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -238,7 +244,8 @@ class Passes:
                 "trainer.router_replay=rollout needs the experts chosen in decoding, but these samples have none"
             )
         copies = self.layout.tensor * self.layout.pipeline * self.layout.context
-        return int(share[0]) // copies, int(share[1]) // copies
+        trained, num_shared, num_tokens = (number // copies for number in share.tolist())
+        return trained, num_tokens, num_shared
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
         """Return this rank's part of each batch, which all context-parallel ranks have received."""
