@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+_BLOCK = 256  # Queries that see the same keys, apart from a mask; fewer hide fewer products, and take more calls.
+
 
 @dataclass(frozen=True)
 class PaddedSegments:
@@ -84,15 +86,22 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: PaddedSegments, scale: floa
 def _per_segment(
     q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
 ) -> Tensor:
+    # A slice's backward would fill a gradient of the whole tensor for each segment; a split's concatenates them once.
+    sizes_q, sizes_k = ([end - begin for begin, end in pairwise(bounds)] for bounds in (bounds_q, bounds_k))
     outputs = []
-    for begin, end, begin_k, end_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
-        if begin == end:
-            continue
-        num_queries, num_keys = end - begin, end_k - begin_k
-        mask = None
-        if causal and num_queries > 1:  # a single query, as in decoding, sees every key
-            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device="cpu").tril(num_keys - num_queries)
-        query, key, value = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
-        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-        outputs.append(output[0].transpose(0, 1))
+    for query, key, value in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k)):
+        end, sees_more = len(key) - len(query), causal and 1 < len(query) < len(key)
+        for block in query.split(_BLOCK) if sees_more else [query] * bool(len(query)):
+            end += len(block)
+            mask = (
+                torch.ones(len(block), end, dtype=torch.bool, device="cpu").tril(end - len(block))
+                if sees_more
+                else None
+            )
+            is_causal = causal and 1 < len(query) == len(key)  # A single query, as in decoding, sees every key.
+            own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (block, key[:end], value[:end]))
+            output = scaled_dot_product_attention(
+                own_q, own_k, own_v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+            )
+            outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)

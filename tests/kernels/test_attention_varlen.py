@@ -12,7 +12,7 @@ from judging import judge
 from torch import Tensor
 
 from marsrl.kernels import attention_varlen
-from marsrl.kernels.attention_varlen import _OP
+from marsrl.kernels.attention_varlen import _OP, cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.dispatch import Explanation
 
@@ -87,6 +87,12 @@ def test_causal_self_attention(lengths, dtype, implementation):
 )
 def test_heads_keys_and_masks(lengths, lengths_k, words, implementation):
     compare(lengths, lengths_k, head_size=16, **words)
+
+
+def test_each_block_of_queries_sees_the_keys_before_it(monkeypatch):
+    monkeypatch.setattr(cpu, "_BLOCK", 4)
+    for dtype in DTYPES:
+        compare([9, 3, 8, 0], [15, 30, 8, 2], head_size=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("scale", SCALES)
