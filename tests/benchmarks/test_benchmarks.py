@@ -137,6 +137,28 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_with_shared_prefixes_is_that_of_the_flat_batch(tmp_path: Path) -> None:
+    """The benchmark compares gradient norms before it prints anything."""
+    words = [
+        "--model",
+        "tiny",
+        "--patterns",
+        "thoughts",
+        "brief",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    done = call(str(BENCHMARKS / "shared_prefixes.py"), *words)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    tokens = {name: (row["samples"], row["fed"], row["once"]) for name, row in rows.items()}
+    assert tokens == {"thoughts": (8, 9936, 2544), "brief": (64, 8960, 3360)}
+    assert all(row["ratio"] > 0 and len(row["turns"]) == 1 for row in rows.values())
+
+
+@pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
     """A dense model; the gradient norms are compared before anything is printed."""
     from transformers import AutoConfig, AutoModelForCausalLM  # a second, which other tests do not spend
