@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import parity_adapters
@@ -67,12 +67,13 @@ SGD_LR = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table: sizes of the layout, and settings of the policy and its optimizer."""
+    """A line of the table: sizes of the layout, settings of the policy and its optimizer, and trainer.shared_prefixes."""
 
     name: str
     layout: dict[str, int] = field(default_factory=dict)
     policy: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    shared_prefixes: Literal["off", "on"] = "off"
 
 
 OVERLAP = {"overlap_grad_reduce": True}
@@ -99,6 +100,15 @@ CASES = (
     Case("recompute full_but_attention, tp2 pp2", {"tensor": 2, "pipeline": 2}, {"recompute": "full_but_attention"}),
     Case("recompute selective, tp2 ep2", {"tensor": 2, "expert": 2}, {"recompute": "selective"}),
     Case("overlapped, whole optimizer, ep2 dp4", {"expert": 2}, optimizer={**OVERLAP, "distributed": False}),
+    Case("shared prefixes, dp4", shared_prefixes="on"),
+    Case("shared prefixes, tp2 pp2", {"tensor": 2, "pipeline": 2}, shared_prefixes="on"),
+    Case("shared prefixes, ep2 pp2 dp2", {"expert": 2, "pipeline": 2}, shared_prefixes="on"),
+    Case(
+        "shared prefixes, recompute full, tp2 ep2",
+        {"tensor": 2, "expert": 2},
+        {"recompute": "full"},
+        shared_prefixes="on",
+    ),
 )
 
 
@@ -112,11 +122,14 @@ def with_exact_attention() -> None:
 
 
 def samples() -> list[Any]:
-    """Return 24 samples of 8 to 40 tokens, every length a multiple of 8 (context parallelism then pads nothing)."""
+    """Return 24 samples of 8 to 40 tokens, two of three with the first tokens of the sample before.
+
+    Every length is a multiple of 8, so that context parallelism pads nothing.
+    """
     from marsrl.trainer.data.packing import TrainSequence
 
     rng = np.random.default_rng(0)
-    out = []
+    out: list[TrainSequence] = []
     for i in range(24):
         prompt, total = int(rng.integers(2, 6)), 8 * int(rng.integers(1, 6))
         n = total - prompt
@@ -124,6 +137,10 @@ def samples() -> list[Any]:
         is_sampled[-1] = True
         # Token 256 is padding, which transformers does not train.
         tokens = rng.integers(0, 256, total).astype(np.int32)
+        if i % 3:
+            before = np.concatenate([out[-1].prompt_ids, out[-1].token_ids])
+            shared = min(total, len(before)) * 3 // 4
+            tokens[:shared] = before[:shared]
         out.append(
             TrainSequence(
                 uid=f"s{i}",
@@ -206,11 +223,11 @@ def open_learner(model_dir: str | Path, case: Case, optimizer: dict[str, Any], *
     )
 
 
-def one_update(learner: Any, sequences: list[Any]) -> list[Any]:
+def one_update(learner: Any, sequences: list[Any], case: Case) -> list[Any]:
     from marsrl.trainer.data.scatter import Update, micro_batches
 
     num_tokens = float(sum(s.num_sampled for s in sequences))
-    return [Update(tuple(micro_batches(sequences, learner.shard(160))), num_tokens)]
+    return [Update(tuple(micro_batches(sequences, learner.shard(160, case.shared_prefixes))), num_tokens)]
 
 
 def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
@@ -218,7 +235,7 @@ def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
     from marsrl.trainer.learner.megatron import parallel
 
     learner = open_learner(model_dir, case, {"lr": 1e-3})
-    updates = one_update(learner, sequences)
+    updates = one_update(learner, sequences, case)
     before = dict(learner.held().export())
     results: dict[str, Any] = {}
     for _ in range(2):
@@ -247,7 +264,7 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
     learner = open_learner(model_dir, case, {}, adapter={**parity_adapters.ADAPTERS[kind], "start": str(adapter)})
     with_sgd(learner)
     before = dict(learner.held().export())
-    stats = learner.train_step(one_update(learner, sequences), lr=PROBE_LR, keep=[s.uid for s in sequences])
+    stats = learner.train_step(one_update(learner, sequences, case), lr=PROBE_LR, keep=[s.uid for s in sequences])
     after = dict(learner.held().export())
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, {tokens.uid: torch.from_numpy(tokens.logprobs) for tokens in stats.tokens})

@@ -15,14 +15,15 @@ PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 @pytest.mark.slow
 def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
     report = tmp_path / "lines.json"
-    layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2"]  # in the order of the table
+    layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2", "shared prefixes, ep2 pp2 dp2"]  # in the order of the table
     command = [sys.executable, str(PARITY), "--json", str(report), "--only", *layouts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     lines = json.loads(report.read_text("utf-8"))
     families = [f"the same of a {kind} model" for kind in ("dense", "llama", "mistral")]
     adapters = [f"adapters, {kind}, one rank" for kind in ("moe", "dense")]
-    of_adapters = ["adapters, dense, dp4, overlapped", "adapters, dense, cp2 pp2", "adapters, moe, tp2 cp2 ep2"]
+    kinds = ("dense", "dense", "moe", "moe")
+    of_adapters = [f"adapters, {kind}, {layout}" for kind, layout in zip(kinds, layouts, strict=True)]
     names = ["one rank against transformers", *families, *adapters, *layouts, *of_adapters]
     assert [line["layout"] for line in lines] == names
     assert all(line["is_ok"] for line in lines)
