@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_models import learner, micro_batches, save_model, sequences, step
+from megatron_models import learner, save_model, sequences, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import marsrl.kernels
-from marsrl.trainer.config import MptConfig
+from marsrl.trainer.config import MptConfig, SharedPrefixes
+from marsrl.trainer.data.scatter import micro_batches
 
 ROOT = f"{Path(marsrl.kernels.__file__).parents[1]}/"
 OURS = tuple(f"{ROOT}{room}/" for room in ("kernels", "rollout", "trainer"))
@@ -46,12 +47,15 @@ def caller() -> str:
     return "elsewhere"
 
 
-@pytest.mark.parametrize("scope", ["sample", "batch"])
-def test_the_head_knows_its_rows_without_the_device(scope: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scope", "shared_prefixes"), [("sample", "off"), ("batch", "off"), ("sample", "on")])
+def test_the_head_knows_its_rows_without_the_device(
+    scope: str, shared_prefixes: SharedPrefixes, tmp_path: Path
+) -> None:
     policy = learner(save_model("qwen3_moe", tmp_path / "m"), mpt=MptConfig.model_validate({"scope": scope}))
     samples = sequences(6)
     with Waits() as waits:
-        batches = micro_batches(samples, 1)
+        batches = micro_batches([*samples, *samples], policy.shard(1000, shared_prefixes))
+        assert (batches[0].paths is None) == (shared_prefixes == "off")
         policy.score(batches)
         stats = step(policy, batches)
     assert stats.is_updated

@@ -6,12 +6,16 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import megatron_models as tiny
 import prefixes_worker
 import pytest
 import torch
-from megatron_models import save_model
 from rank_pair import RankPair
 from torch import Tensor
+
+from marsrl.kernels import PolicyObjective
+from marsrl.trainer.config import MptConfig
+from marsrl.trainer.data.scatter import Update, micro_batches
 
 KINDS = ("qwen2", "qwen3", "qwen3_moe", "llama")
 ATTENTION: dict[str, Any] = {"rank": 4, "alpha": 8}
@@ -56,7 +60,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    return {kind: str(save_model(kind, folder / kind)) for kind in KINDS}
+    return {kind: str(tiny.save_model(kind, folder / kind)) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,34 @@ def check(found: dict[str, float]) -> None:
 def test_a_tree_has_the_gradient_of_the_flat_batch(name: str, folders: dict[str, str]) -> None:
     kind, case = ONE[name]
     check(prefixes_worker.compare(folders[kind], case))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": PolicyObjective(kl="k3", kl_coef=0.3)},
+        {"objective": PolicyObjective(kl="k3"), "reward_kl_coef": 0.3},
+        {"mpt": MptConfig(scope="batch", entropy=4.0, probability=0.02)},
+    ],
+    ids=["kl", "kl in the reward", "gate of the batch"],
+)
+def test_a_step_of_trees_is_that_of_flat_batches(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two updates, of which the second has old log-probs, and each agent's gradient norm; in float32."""
+    folder, other = (tiny.save_model("qwen3", tmp_path / f"{seed}", seed=seed) for seed in range(2))
+    parts = [prefixes_worker.family(seed) for seed in range(2)]
+    found = []
+    for prefixes in ("off", "on"):
+        reference = other if "objective" in settings else None
+        policy = tiny.learner(folder, reference_dir=reference, **settings)
+        shard = policy.shard(400, "on" if prefixes == "on" else "off")
+        updates = [Update(tuple(micro_batches(part, shard)), tiny.num_trained(part)) for part in parts]
+        stats = policy.train_step(updates, by_agent=True)
+        sums = [value for name, values in stats.agent_sums.items() if name != "weighted_nll" for value in values]
+        norms = [norm or 0.0 for norm in stats.agent_grad_norms]
+        found.append([stats.loss, stats.grad_norm, stats.gated_samples, stats.k3, *sums, *norms])
+        assert all(bool(batch.paths) == (prefixes == "on") for update in updates for batch in update.micro_batches)
+    assert found[1] == pytest.approx(found[0], rel=2e-5, abs=1e-5)
+    assert found[0][2] > 0 or "mpt" not in settings
 
 
 class _KeepsKeys(torch.autograd.Function):
