@@ -440,3 +440,20 @@ def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> 
     clipped = {record.update for record in logged if record.is_clipped.any()}
     assert {record.update for record in logged} >= {1, 2} and clipped == {2}  # the first update's ratios are 1
     assert any(record.is_gated.any() and record.is_masked.any() for record in logged)
+
+
+def test_shared_prefixes_leave_a_run_as_it_is(tmp_path: Path) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model", dtype="float32")
+    words = [
+        *on_sevens(tmp_path, model), "orchestration=solver", "run.evaluate=false", "run.steps=2", "rollout.placement=local",
+        "policies.main.dtype=float32", "trainer.updates_per_step=2",
+    ]  # fmt: skip
+    with engines_are(saying(model, half_right)):
+        flat, tree = (
+            rows_of(train_here(tmp_path / name, [*words, f"trainer.shared_prefixes={name}"]))
+            for name in ("off", "auto")
+        )
+    for row, other in zip(tree, flat, strict=True):
+        assert "actor/shared_tokens" not in other and 0.2 < row["actor/shared_tokens"] < 0.9
+        same = ("actor/loss", "actor/grad_norm", "actor/entropy", "train_rollout/prob_diff_mean", "actor/tokens")
+        assert [row[name] for name in same] == pytest.approx([other[name] for name in same], rel=1e-3, abs=1e-6)
