@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import megatron_models as tiny
+import numpy as np
 import prefixes_worker
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig
+from marsrl.trainer.data.packing import pack
 from marsrl.trainer.data.scatter import Update, micro_batches
 
 KINDS = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -111,6 +114,15 @@ def test_a_step_of_trees_is_that_of_flat_batches(settings: dict[str, Any], tmp_p
         assert all(bool(batch.paths) == (prefixes == "on") for update in updates for batch in update.micro_batches)
     assert found[1] == pytest.approx(found[0], rel=2e-5, abs=1e-5)
     assert found[0][2] > 0 or "mpt" not in settings
+
+
+def test_a_tree_without_a_trained_token_adds_nothing(tmp_path: Path) -> None:
+    folder = tiny.save_model("qwen3", tmp_path / "m")
+    sample, *_ = prefixes_worker.family()
+    untrained = replace(sample, is_sampled=np.zeros(len(sample.is_sampled), bool))
+    nothing = pack([untrained, untrained], shared=[0, 5])
+    alone, beside = (tiny.step(tiny.learner(folder), [pack([sample]), *more], 5.0) for more in ([], [nothing]))
+    assert (alone.loss, alone.grad_norm) == (beside.loss, beside.grad_norm) and alone.grad_norm > 0
 
 
 class _KeepsKeys(torch.autograd.Function):

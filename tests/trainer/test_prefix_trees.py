@@ -121,13 +121,14 @@ def prefixes(texts: list[str]) -> set[str]:
 @given(texts=texts, ranks=st.integers(1, 3), limit=st.integers(9, 40), cuts=st.integers(1, 3))
 def test_each_sample_is_planned_once_in_a_part_that_fits(texts: list[str], ranks: int, limit: int, cuts: int) -> None:
     samples, lengths = [sample(text, "") for text in texts], [*map(len, texts)]
-    kinds = [i % cuts for i in range(len(texts))]
-    plan = plan_trees(depth_first(samples, kinds, [0] * len(texts)), lengths, ranks, limit)
+    kinds, sampled = [i % cuts for i in range(len(texts))], [length - length // 3 for length in lengths]
+    plan = plan_trees(depth_first(samples, kinds, [0] * len(texts)), lengths, sampled, ranks, limit)
     parts = [branches for rank in plan for branches in rank]
     assert sorted(i for branches in parts for i, _ in branches) == [*range(len(texts))]
     assert len({len(rank) for rank in plan}) == 1
     assert all(len({kinds[i] for i, _ in branches}) <= 1 for branches in parts)
     assert all(num_computed(branches, lengths) <= limit for branches in parts)
+    assert all(sum(sampled[i] for i, _ in branches) <= limit for branches in parts)
     for branches in parts:
         assert not branches or branches[0].shared == 0
         for (before, _), (index, shared) in pairwise(branches):
@@ -138,7 +139,7 @@ def test_each_sample_is_planned_once_in_a_part_that_fits(texts: list[str], ranks
 @given(texts=texts.map(lambda texts: sorted(set(texts))))
 def test_a_tree_that_fits_computes_each_prefix_once(texts: list[str]) -> None:
     samples, lengths = [sample(text, "") for text in texts], [*map(len, texts)]
-    ((branches, *_),) = plan_trees([tree(samples)], lengths, 1, 1000)
+    ((branches, *_),) = plan_trees([tree(samples)], lengths, [0] * len(texts), 1, 1000)
     assert len(prefixes(texts)) == sum(num_computed(part, lengths) for part in (branches, *_))
 
 
@@ -152,7 +153,7 @@ def test_cuts_repeat_the_fewest_tokens(texts: list[str], limit: int) -> None:
 
     ways = [cuts for number in range(len(texts)) for cuts in combinations(range(1, len(texts)), number)]
     least = min(sum(sizes(cuts)) for cuts in ways if max(sizes(cuts)) <= limit)
-    (parts,) = plan_trees([tree(samples)], lengths, 1, limit)
+    (parts,) = plan_trees([tree(samples)], lengths, [0] * len(texts), 1, limit)
     assert sum(num_computed(branches, lengths) for branches in parts) == least
 
 
@@ -160,10 +161,15 @@ def test_an_idle_rank_takes_half_of_the_costliest_part() -> None:
     texts = ["aaaab", "aaaac", "aaaad", "aaaae", "xy"]
     samples, lengths = [sample(text, "") for text in texts], [*map(len, texts)]
     # 7 and 7 tokens; after the second sample 6 and 8.
-    assert plan_trees([tree(samples)], lengths, 2, 100) == [[[(0, 0), (1, 4), (2, 4)]], [[(3, 0), (4, 0)]]]
-    assert plan_trees([tree(samples[:1])], lengths[:1], 2, 100) == [[[(0, 0)]], [[]]]
+    assert plan_trees([tree(samples)], lengths, [0] * 5, 2, 100) == [[[(0, 0), (1, 4), (2, 4)]], [[(3, 0), (4, 0)]]]
+    assert plan_trees([tree(samples[:1])], lengths[:1], [0], 2, 100) == [[[(0, 0)]], [[]]]
     with pytest.raises(ValueError, match="5 tokens but trainer.max_tokens_per_micro_batch is 4"):
-        plan_trees([tree(samples)], lengths, 1, 4)
+        plan_trees([tree(samples)], lengths, [0] * 5, 1, 4)
+
+
+def test_equal_answers_are_bounded_by_their_sampled_tokens() -> None:
+    batches = micro_batches([sample("ab", "cdef") for _ in range(8)], BatchShard(0, 1, 12, 1, shared_prefixes="on"))
+    assert [(batch.num_computed, batch.num_tokens) for batch in batches] == [(8, 12), (8, 12), (7, 8)]
 
 
 def computed(samples: list[TrainSequence], prefixes: SharedPrefixes, **options: Any) -> list[int]:

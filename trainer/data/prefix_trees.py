@@ -63,20 +63,26 @@ def depth_first(
 
 
 def plan_trees(
-    trees: Sequence[Sequence[Branch]], lengths: Sequence[int], num_ranks: int, max_tokens: int
+    trees: Sequence[Sequence[Branch]],
+    lengths: Sequence[int],
+    sampled: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
 ) -> list[list[list[Branch]]]:
     """Assign samples to micro-batches as plan_micro_batches does, but count a prefix once: plan[rank][micro_batch].
 
     trees: of depth_first; a micro-batch has samples of one of them. A tree of more than max_tokens is cut where the fewest
     tokens are repeated in total. If ranks would have no micro-batch, the costliest one is cut as evenly as possible.
+    lengths, sampled: tokens of each sample, and those that the head predicts. Both are bounded by max_tokens, because equal
+    answers share all but one of their tokens in the layers, and none in the head.
 
     Raises ValueError if a sample is longer than max_tokens.
     """
     check_lengths(lengths, max_tokens)
     bins = []
     for branches in trees:
-        parts = _cut(branches, lengths, max_tokens)
-        sizes = [num_computed(part, lengths) for part in parts]
+        parts = _cut(branches, lengths, sampled, max_tokens)
+        sizes = [max(num_computed(part, lengths), sum(sampled[i] for i, _ in part)) for part in parts]
         bins += [
             [branch for i in members for branch in parts[i]] for members in first_fit_decreasing(sizes, max_tokens)
         ]
@@ -107,19 +113,21 @@ def _num_equally_routed(first: TrainSequence, second: TrainSequence, most: int) 
     return most if num_equal == len(one) == len(other) else num_equal
 
 
-def _cut(branches: Sequence[Branch], lengths: Sequence[int], max_tokens: int) -> list[list[Branch]]:
+def _cut(
+    branches: Sequence[Branch], lengths: Sequence[int], sampled: Sequence[int], max_tokens: int
+) -> list[list[Branch]]:
     """Cut a tree into parts of at most max_tokens, with the fewest repeated tokens, and wherever none are repeated."""
     shared = np.array([branch.shared for branch in branches])
-    before = np.concatenate([[0], np.cumsum([lengths[branch.sample] - branch.shared for branch in branches])])
+    before = np.cumsum([0, *(lengths[sample] - shared_tokens for sample, shared_tokens in branches)])
+    sampled_before = np.cumsum([0, *(sampled[branch.sample] for branch in branches)])
     repeated = np.zeros(len(branches) + 1)  # The fewest repeated tokens of the branches before each place.
     starts = np.zeros(len(branches) + 1, np.int64)  # Start of the last part that ends at each place.
     for end in range(1, len(branches) + 1):
         first = int(np.searchsorted(before, before[end] - max_tokens))
         totals = repeated[first:end] + shared[first:end]
-        totals[before[end] - before[first:end] + shared[first:end] > max_tokens] = np.inf
-        starts[end] = (
-            end - 1 - int(totals[::-1].argmin())
-        )  # The last of equals: shorter parts fill micro-batches better.
+        num_tokens = before[end] - before[first:end] + shared[first:end]
+        totals[np.maximum(num_tokens, sampled_before[end] - sampled_before[first:end]) > max_tokens] = np.inf
+        starts[end] = end - 1 - int(totals[::-1].argmin())  # The last of equals: short parts fill micro-batches well.
         repeated[end] = totals[starts[end] - first]
     parts: list[list[Branch]] = []
     end = len(branches)

@@ -149,7 +149,8 @@ def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[_M
     lengths = [s.num_tokens for s in sequences]
     plan: list[list[list[Branch]]] | None = None
     if shard.shared_prefixes != "off":
-        plan = plan_trees(depth_first(sequences, kinds, adapters), lengths, shard.data_size, shard.max_tokens)
+        trees, sampled = depth_first(sequences, kinds, adapters), [s.num_sampled for s in sequences]
+        plan = plan_trees(trees, lengths, sampled, shard.data_size, shard.max_tokens)
         once = sum(num_computed(branches, lengths) for batches in plan for branches in batches)
         if shard.shared_prefixes == "auto" and sum(lengths) <= WORTHWHILE * once:
             plan = None
