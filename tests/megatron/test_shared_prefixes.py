@@ -140,14 +140,14 @@ class _KeepsKeys(torch.autograd.Function):
 
 
 def test_attention_keeps_no_copy_of_a_shared_key() -> None:
-    from marsrl.trainer.learner.megatron.attention import taken, taken_again
+    from marsrl.trainer.learner.megatron.attention import gather_rows, save_ungathered
 
     own = [torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     rows = torch.tensor([0, 1, 0, 2, 0, 3])
     expected = torch.autograd.grad((_KeepsKeys.apply(*(x[rows] for x in own)) ** 2).sum(), own)
-    k, v = (taken(x, rows) for x in own)
+    k, v = (gather_rows(x, rows) for x in own)
     copies = [weakref.ref(x.untyped_storage()) for x in (k, v)]
-    with taken_again(((k, own[0]), (v, own[1])), rows):
+    with save_ungathered(((k, own[0]), (v, own[1])), rows):
         output = _KeepsKeys.apply(k, v)
     del k, v
     assert [copy() for copy in copies] == [None, None]

@@ -19,24 +19,24 @@ from marsrl.trainer.data.packing import PackedBatch, Paths
 from marsrl.trainer.learner.megatron.context import Keys
 
 
-def taken(values: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Return values[rows], whose gradient adds up repeated rows in float32, or in float64 for float64.
 
     values: [U, ...] float; rows: [R] int64. A GPU would round each sum to 16 bits and lose small parts of many samples' gradient.
     """
-    result: Tensor = _Taken.apply(values, rows)
+    result: Tensor = _GatherRows.apply(values, rows)
     return result
 
 
-def taken_again(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> AbstractContextManager[None]:
-    """In the body, keep `values` for the backward pass instead of taken(values, rows), which is many times larger.
+def save_ungathered(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> AbstractContextManager[None]:
+    """Keep `values` for the backward pass, in the body, instead of gather_rows(values, rows), which can be many times larger.
 
-    pairs: (taken(values, rows), values).
+    pairs: (gather_rows(values, rows), values). The backward pass gathers them again.
     """
-    takens = [(result.data_ptr(), result.numel(), values.detach()) for result, values in pairs]
+    gathered = [(result.data_ptr(), result.numel(), values.detach()) for result, values in pairs]
 
     def pack(saved: Tensor) -> Tensor | tuple[Tensor, Any, Any]:
-        for pointer, size, values in takens:
+        for pointer, size, values in gathered:
             if saved.data_ptr() == pointer and saved.numel() == size:  # Whole, perhaps transposed.
                 return values, saved.shape, saved.stride()
         return saved.detach()  # An output that holds its own graph would never be freed.
@@ -50,7 +50,7 @@ def taken_again(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> Abstrac
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-class _Taken(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
@@ -113,8 +113,8 @@ class PackedAttention(MegatronModule):
             bounds, cu_seqlens_k = keys.cu_seqlens, keys.cu_seqlens_k
         elif paths is not None:  # Each sample's run sees the keys along its path.
             own_k, own_v, cu_seqlens_k = k, v, paths.cu_seqlens_k
-            k, v = taken(own_k, paths.tokens), taken(own_v, paths.tokens)
-            saving = taken_again(((k, own_k), (v, own_v)), paths.tokens)
+            k, v = gather_rows(own_k, paths.tokens), gather_rows(own_v, paths.tokens)
+            saving = save_ungathered(((k, own_k), (v, own_v)), paths.tokens)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attention_varlen(

@@ -22,7 +22,7 @@ from torch import Tensor
 from marsrl.kernels import LossInputs, PolicyLoss, linear_logprob, linear_policy_loss, mpt_gate
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.learner.megatron.attention import Segments, taken
+from marsrl.trainer.learner.megatron.attention import Segments, gather_rows
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PolicyModel(GPTModel):
 
         def compute(rows: Tensor, shard: Tensor) -> HeadResult | Tensor:
             if batch.paths is not None:
-                rows = taken(rows, batch.paths.predicting)
+                rows = gather_rows(rows, batch.paths.predicting)
             if loss is None or mpt is None:
                 return self._logprobs(batch, rows, shard)
             return self._loss(batch, loss, mpt, rows, shard)
