@@ -90,14 +90,14 @@ def _per_segment(
     sizes_q, sizes_k = ([end - begin for begin, end in pairwise(bounds)] for bounds in (bounds_q, bounds_k))
     outputs = []
     for query, key, value in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k)):
+        if not len(query):
+            continue
         end, sees_more = len(key) - len(query), causal and 1 < len(query) < len(key)
-        for block in query.split(_BLOCK) if sees_more else [query] * bool(len(query)):
+        for block in query.split(_BLOCK if sees_more else len(query)):
             end += len(block)
-            mask = (
-                torch.ones(len(block), end, dtype=torch.bool, device="cpu").tril(end - len(block))
-                if sees_more
-                else None
-            )
+            mask = None
+            if sees_more:
+                mask = torch.ones(len(block), end, dtype=torch.bool, device="cpu").tril(end - len(block))
             is_causal = causal and 1 < len(query) == len(key)  # A single query, as in decoding, sees every key.
             own_q, own_k, own_v = (x.transpose(0, 1)[None] for x in (block, key[:end], value[:end]))
             output = scaled_dot_product_attention(

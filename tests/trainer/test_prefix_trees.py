@@ -184,7 +184,7 @@ def test_prefixes_are_shared_automatically_if_it_is_worthwhile() -> None:
     assert [computed(little, prefixes) for prefixes in ("off", "auto", "on")] == [[20], [20], [18]]
 
 
-def test_samples_of_two_objectives_or_adapters_are_computed_apart() -> None:
+def test_two_objectives_or_adapters_are_computed_apart() -> None:
     samples = [sample("abcdefgh", "ij", agent=i % 2) for i in range(4)]
     assert computed(samples, "on", objectives=(PolicyObjective(), PolicyObjective(clip_low=0.1))) == [11, 11]
     assert computed(samples, "on", adapters=(0, 1)) == [22]

@@ -51,7 +51,7 @@ class Update:
 class BatchShard:
     """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
 
-    align: T of every micro-batch is a multiple of it.
+    align: the number of tokens that a micro-batch computes is a multiple of it.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
     shared_prefixes: on: a micro-batch computes a prefix that its samples share once (prefix_trees.py); auto: in updates whose
