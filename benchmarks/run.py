@@ -2,8 +2,8 @@
 
     python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
-linear_policy_loss, the case with the `ratio:` line, is measured first, at the headline's shape. On a CPU it is measured only at
-that shape, unless --all or --shape is given.
+linear_policy_loss is measured first, at the shape of the project's headline number, which the line `ratio:` prints. On a CPU it
+is measured only at that shape, unless --all or --shape is given.
 
 Each table is one case at one shape. Our variant is first compared with float64; if it is wrong, no number is printed and the exit
 code is 1. Then all variants take turns; the table has median and spread of the rounds. On the CPU variants have one thread, time

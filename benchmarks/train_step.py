@@ -345,7 +345,7 @@ def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> 
 
 
 def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return {title of a table: additional fields for its jobs}; write adapters into the folder."""
+    """Return {title of a table: fields that its jobs have in addition}. Adapters are written into `folder`."""
     if words.adapter is None:
         # An entropy threshold of 20 nats is above ln V, so the gate of every positive sample is set.
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})

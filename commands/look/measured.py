@@ -59,7 +59,10 @@ PLANS = (
     ChartPlan("Response length", "tokens", "response_length/(.+)/mean", "mean"),
     ChartPlan("Entropy", "nats", f"{_OF_POLICY}actor/entropy"),
     ChartPlan(
-        "Gradient norm", "norm", f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm", "before clipping; of an agent: of its share"
+        "Gradient norm",
+        "norm",
+        f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm",
+        "before clipping; for an agent, the norm of its share",
     ),
     ChartPlan("Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 running medians"),
     ChartPlan("Masked well-mastered tokens", "share", f"{_OF_POLICY}mpt/fraction_masked"),

@@ -123,7 +123,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
     """Return the bytes of a rank of one pipeline stage.
 
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
-             + max(head, remade and working of a layer)
+             + max(head, a layer's recomputed and temporary bytes)
 
     in_flight = min(micro-batches, PP - stage), with alternating forwards and backwards; with overlaps_dispatch L + 1 layers. The
     optimizer's fused update makes no copies. The reference model scores before the update's first forward and saves nothing for a

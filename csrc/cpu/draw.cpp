@@ -53,7 +53,7 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
   float e[kBlock];
   exponentials(x + begin, size, maximum, e);
   double total = block ? sums[block - 1] : 0;
-  int64_t token = begin;  // drawn if the block's terms, added in this order, do not reach the point
+  int64_t token = begin;  // drawn if the sum of the terms, in this order, stays below `point`
   for (int64_t i = 0; i < size && !(total > point); i++) {
     total += e[i];
     if (e[i] > 0) token = begin + i;

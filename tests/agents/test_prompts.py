@@ -330,7 +330,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (boxed_answer, r"\boxed{}", None),
     (boxed_answer, r"\fbox{7}", "7"),
-    # The box, or the last stated answer.
+    # The answer is the box, else the last one that is stated.
     (final_answer, "The answer is 20.\nSo \\boxed{18}.\n#### 20", "18"),
     (final_answer, "16 - 7 = <<16-7=9>>9\n#### 1,080", "1,080"),
     (final_answer, "#### $18\n\nNote: a week has 7 days.", "$18"),

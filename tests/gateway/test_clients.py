@@ -291,7 +291,7 @@ def test_prompts_continue_samples_and_equal_calls_are_separate(
     continues one takes another."""
     function = program(tmp_path, text)
     played_by = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
-    external = {**played_by, "superseded": "train"}  # such an engine may answer one call before the next one arrives
+    external = {**played_by, "superseded": "train"}  # a scripted engine may answer one call before the next arrives
     with playing(qwen, rollout_config(prompts_per_step=1), external, engine=scripted(qwen)) as played:
         samples = played.samples()
     for session in ("000001.0/", "000001.1/"):

@@ -127,7 +127,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     ids=["by sample", "by turn"],
 )
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
-    """The last bits of a rollout's log-probs depend on the rest of the batch; the update computes its own."""
+    """Log-probs are not compared: their last bits depend on the rest of a batch in decoding, and the update recomputes them."""
     config = rollout_config(group_size=4, pipeline="trajectory")
     by_turn = rules.turns == "returns"
     ours = team_of(model, config, InTurnPriced if by_turn else InTurn).batch()

@@ -73,7 +73,7 @@ def test_flash_attn_is_called_as_ours(name, deterministic, install):
         asked.append(given["deterministic"])
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         assert all(each.dtype == torch.int32 for each in bounds)
-        # the longest sequence, which the host has counted, not the number of tokens
+        # Tokens of the longest sequence, not of the batch; the host counts them.
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == 5
         out = attention_varlen_reference(
             given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]

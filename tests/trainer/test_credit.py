@@ -351,7 +351,7 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # all others are trained once
     assert credited.num_tokens == 3 * 9
     plain = credit(groups, CreditConfig(), AGENTS)
-    assert credited.advantages == plain.advantages and plain.copies == {}  # nothing is compared with others for it
+    assert credited.advantages == plain.advantages and plain.copies == {}  # balance compares no rewards
     solver, verifier = credited.of(["solver"]), credited.of(["verifier1"])
     assert solver.copies == {} and solver.num_tokens == 18
     assert verifier.copies == credited.copies and verifier.num_tokens == 9

@@ -222,7 +222,7 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
     if not num_samples:
         raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
     num_gpus = simulation.num_gpus
-    if setting.overlap:  # engines and trainer then have separate GPUs
+    if setting.overlap:  # Engines then have GPUs besides the trainer's.
         num_gpus += round(setting.engines * constants.gpus_per_engine)
     return Outcome(
         step_s=elapsed / setting.steps,

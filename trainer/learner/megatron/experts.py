@@ -67,8 +67,8 @@ class GroupedExperts(MegatronModule):
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute [R, H] from rows [R, H] sorted by expert, tokens_per_expert [E] and the router's weights [R]; no bias.
 
-        With selective recompute, the activation's output is dropped and recomputed from `gate x` and `up x`: megatron's
-        moe_act, which works only with megatron's own experts.
+        With selective recompute, the activation's output is dropped and recomputed from `gate x` and `up x`. Megatron's moe_act
+        does the same, but only for megatron's own experts.
         """
         products = self._linear(rows, self.gate_up, tokens_per_expert, "gate_proj", "up_proj")
         if not (self.recomputes_activation and torch.is_grad_enabled()):

@@ -76,7 +76,7 @@ class OffloadingBlock(TransformerBlock):
     def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
         """Offload every layer's input: the kept tensors that have the shape of the first layer's input.
 
-        Other kept tensors, the angles, are shared by all layers and stay on the device.
+        The other kept tensors are the rotary angles, which all layers share; they stay on the device.
         """
         shape = hidden_states.shape  # The hook outlives this call, so it must not hold the tensor.
 
@@ -126,7 +126,7 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
-    layer.sharded_state_dict_keys_map = {}  # The map renames norms as TransformerEngine fuses them.
+    layer.sharded_state_dict_keys_map = {}  # Megatron's map is for norms that TransformerEngine fuses into linear layers.
     layer.self_attention.submodules.core_attention = PackedAttention
     if config.num_moe_experts:
         layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=BalancedRouter))
