@@ -326,7 +326,7 @@ def main() -> int:
         "--resume",
         type=Path,
         metavar="FILE",
-        help="results.tar.gz of an earlier call, whose parts are kept; may not exist yet",
+        help="results.tar.gz of an earlier call: its finished parts are not run again; ignored if missing",
     )
     parser.add_argument("--commit", help="commit of these files, if they were copied without git history")
     options = parser.parse_args()

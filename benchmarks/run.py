@@ -259,7 +259,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to check that every case runs")
     parser.add_argument("--rounds", type=int, help="number of timed turns of every variant (default: 7; --quick: 2)")
     parser.add_argument(
-        "--budget", type=float, default=60.0, help="seconds per table; after them no new round starts once 3 are done"
+        "--budget",
+        type=float,
+        default=60.0,
+        help="time limit per table, seconds; at least 3 rounds run even if they take longer",
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
     parser.add_argument(

@@ -62,7 +62,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """Return the reason against a float64 tensor, for kernels that compute in float32; None for other dtypes or no tensor."""
+    """Return why a float64 tensor is unsupported (kernels compute in float32); None for other dtypes, or without a tensor."""
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"

@@ -177,5 +177,8 @@ class Explanation:
 
 
 def explain() -> list[Explanation]:
-    """Return each op's implementation on this machine, and the reasons against the others. A call's tensors may add reasons."""
+    """Return the implementation of each op on this machine, and why the others are not chosen.
+
+    Only the machine is checked. An implementation can still refuse the tensors of a single call.
+    """
     return [op.explain(lambda implementation: implementation.machine_lacks()) for _, op in sorted(_OPS.items())]

@@ -1,1 +1,1 @@
-"""Plays problems with a team of agents: prompts, engines, rewards, picks, and the player that runs them in stages."""
+"""Plays problems with a team of agents: prompts, engines, rewards, choice of agents' inputs, and the player that runs stages."""

@@ -222,7 +222,7 @@ class AgentConfig(Settings):
     """strict: as the prompt set specifies. Answers: boxed, final_answer (docs/prompts.md). Verdicts: compat, as a paper's
     published code parses them, if the prompt asks for that form (docs/evaluate.md)"""
     missing_verdict: Literal["wrong", "correct"] = "wrong"
-    """verdict that the loop assumes if none is readable; the reward is 0 either way"""
+    """verdict assumed for a report without a readable one; the report's reward is 0 either way"""
 
 
 Sampler = Literal["engine", "marsrl"]

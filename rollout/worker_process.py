@@ -119,7 +119,7 @@ class WorkerPool:
     Args:
         load: "module:function", importable by a fresh interpreter. The worker calls it with `arguments` (plain values); it
             returns the function that answers requests.
-        memory_bytes: limit of a worker's address space, so that a huge power cannot exhaust the machine's memory.
+        memory_bytes: limit of a worker's address space, so that an input like 9**9**9 cannot exhaust the machine's memory.
         environment: the workers' environment variables; None: this process's.
     """
 

@@ -1,6 +1,6 @@
 """Simulate clusters of 64 to 1,024 GPUs event by event: cost of rank 0 per step, and gains of pipeline and overlap.
 
-    python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]     # 1024: several minutes and GiB more
+    python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]     # 1024 takes several more minutes and GiB
 
 The project's own player, pool and team run with simulated H100s on a virtual clock (simulation/). The setting: five agents;
 responses of up to 64k tokens; 128 problems a step of at most 72 samples each for 64 GPUs, and proportionally more for more GPUs;
@@ -10,12 +10,12 @@ GPU of a larger cluster has the same load.
 Prints:
 
     rank 0      CPU seconds of player, prompts, credit, mini-batches, packing plan, encoding, samples log, and rank 0's side of
-                the messages to and from engines. All of it is the project's own code. Each number of GPUs has its own process;
-                the simulated engines, which also decode the texts, are not counted. Measured on steps 5 to 7, per sample
-                requested there, and on training step 7, per sample trained; then multiplied by the samples of a step.
-                Completions have 1/64 of their tokens to save memory. The seconds per token come from 64 GPUs, by comparing 1/4
-                of the tokens with 1/64.
-    pipeline    tokens/s with the above, relative to whole trajectories on all 64 GPUs that alternate with the trainer
+                the messages to and from engines. All of it is the project's own code. Each cluster size is measured in its own
+                process, without the simulated engines (which also decode the texts). Playing is measured on steps 5 to 7 per
+                requested sample, and training on step 7 per trained sample; both are multiplied by the samples of a step.
+                To save memory, completions have 1/64 of their tokens. The seconds per token are measured with 64 GPUs, by
+                comparing runs with 1/4 and with 1/64 of the tokens.
+    pipeline    tokens/s in the setting above, relative to whole trajectories on all 64 GPUs that alternate with the trainer
     overlap     tokens/s of one agent with 32k tokens and rollout.overlap=1, for three splits of the GPUs and 1 or 4 segments,
                 relative to rollout.overlap=0 on all 64 GPUs
 

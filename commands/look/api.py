@@ -72,7 +72,7 @@ class Api:
 
     def _of(self, function: Callable[..., Any], /, run: int | str = "not given", **asked: Any) -> Any:
         if str(run) not in map(str, range(len(self.catalogs))):
-            raise ValueError(f"run is {run}; there are {len(self.catalogs)}, from 0")
+            raise ValueError(f"run is {run}; expected a number from 0 to {len(self.catalogs) - 1}")
         return function(self.catalogs[int(run)], **asked)
 
     def runs(self) -> list[dict[str, Any]]:

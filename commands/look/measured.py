@@ -127,7 +127,7 @@ def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def axes(catalog: Catalog) -> dict[str, list[float]]:
-    """Return the x axes of charts at up to 1,000 common places: step, tokens trained on, hours without evaluations."""
+    """Return the x axes of charts, each at the same 1,000 steps or fewer: step, trained tokens, hours (evaluations excluded)."""
     rows: dict[int, dict[str, float | None]] = {}
     for name, curve in catalog.curves.items():
         for step, value in curve:

@@ -77,7 +77,7 @@ def step_time(
     """Return the seconds of one policy's updates in a step. scored: models with a forward pass before the updates.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
-                2 + r if P is frozen, and 3 + r for the numbers of the largest adapter
+                frozen base: 2 + r for its P, plus 3 + r for the parameters of the largest adapter
                 selective: r = 1 for a dense layer's MLP only
     experts     as linear, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal; full_but_attention: r = 0
@@ -92,7 +92,7 @@ def step_time(
     bubble      (PP - 1) / micro-batches of an update, times the sum of the above
     DP          per number 4 bytes of gradients reduced and e bytes of weights gathered, times (n-1)/n, over the slowest link
     optimizer   memory traffic of this rank's share; if offloaded, over PCIe and CPU memory; DP and optimizer: once per update
-    offloading  2 L T/t H e over PCIe, not overlapped (ranking.py adds memory that sleeps)
+    offloading  2 L T/t H e over PCIe, not overlapped (ranking.py adds the transfers of sleeping memory)
     """
     time, shape, layout, e = StepTime(), setup.shape, setup.layout, setup.size
     counts = elements(shape)

@@ -13,7 +13,8 @@ MARSRL_API int marsrl_abi_version() { return MARSRL_ABI_VERSION; }
 
 // Computes statistics of whole rows (no vocabulary parallelism).
 //   tokens [rows]: index of each row in the packed arrays; null: row r is token first_token + r
-//   targets, logprobs, entropy, maximum, log_sum [T] are packed arrays; inverse_temperature [T], null: `temperature`
+//   targets, logprobs, entropy, maximum, log_sum [T] are packed arrays
+//   inverse_temperature [T]; null: every token has inverse_temperature_of_all
 // Returns -1, or the first token whose target is outside [0, columns).
 MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                        const int64_t* tokens, int64_t first_token, const int64_t* targets,

@@ -123,7 +123,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float truncated = drift > objective.correction_high ? objective.correction_high : drift;
   const float weight = kept(pick(is_tis, truncated, 1.0f));
 
-  // k3 = e^-x + x - 1 is computed by expm1: no cancellation near 0. k1, k2 and k3 share the slope importance times x, the
+  // k3 = e^-x + x - 1 is computed by expm1: no cancellation near 0. k1, k2 and k3 have the same slope, importance * x: the
   // score-function gradient of the divergence.
   const float of_k3 = clamped_log_ratio(x), m = vector_expm1(-of_k3);
   const float raw = vector_exp(clamped_log_ratio(token.log_importance));

@@ -35,8 +35,7 @@ def linear_policy_loss_reference(
     token_ids = torch.arange(hidden.shape[0], device=hidden.device)
     if tokens.mask is not None:
         token_ids = tokens.mask.nonzero()[:, 0]
-    # Tokens that are masked whatever their log-prob stay out of the graph, because a row of NaN times a gradient of 0 would be
-    # NaN.
+    # Leave tokens out of the graph if they are masked regardless of their log-prob: a NaN row times a gradient of 0 is NaN.
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     unknown = torch.full(token_ids.shape, torch.nan, dtype=dtype, device=hidden.device)
     is_masked = policy_terms(unknown, unknown, tokens, token_ids).is_masked

@@ -30,7 +30,7 @@ def read_draft(folder: str, shape: ModelShape) -> DraftSize:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         architecture = str(config["architectures"][0])
-        body = config.get("transformer_layer_config", config)  # nested in drafts of the library speculators
+        body = config.get("transformer_layer_config", config)  # drafts of the `speculators` library nest it
         vocab, hidden = int(body["vocab_size"]), int(body["hidden_size"])
         num_layers, num_heads = int(body["num_hidden_layers"]), int(body["num_attention_heads"])
         kv_heads = int(body.get("num_key_value_heads") or num_heads)

@@ -101,7 +101,9 @@ class History:
     """Answered chats and prompts of a session; see the module."""
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # ends of answers, by digest of the chat
-    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # strands of samples called by prompts, by agent
+    _strands: dict[str, list[Strand]] = field(
+        default_factory=dict
+    )  # by agent; only of clients that send tokens or text
     _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
 
     def find(

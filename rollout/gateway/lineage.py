@@ -308,10 +308,10 @@ class Lineages:
         return callers
 
     def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
-        """Return the last call in `calls` before those in `own` if the caller waited around them, else None.
+        """Return the call in `calls` that may have started the calls in `own`, else None.
 
-        calls: calls of the lineage that may be the caller. own: calls of the lineage that it may have started. The caller waited
-        if that call was answered before the first own call, and its next call comes after the last own call.
+        calls: calls of the lineage that may be the caller. own: calls of the lineage that it may have started. The last call in
+        `calls` before own[0] is returned if it was answered by then, and if the next one in `calls` comes after own[-1].
         """
         place = bisect_left(calls, own[0])
         is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]

@@ -1,5 +1,5 @@
-"""Two adapters and their base play in one pool of engines, and both adapters are trained. A script decodes; our own engine stores
-and scores what is published.
+"""Two adapters and their base play in one pool of engines, and both adapters are trained. Completions come
+from a script; the local engine loads the published weights and computes log-probs.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], 
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(2))}
 
-    # A run is killed after its last publish: only the lost engines had these versions. The resumed run loads all from the
-    # checkpoint.
+    # A run is killed after its last publish, so the published versions are lost with the engines. The resumed run loads the
+    # checkpoint's versions.
     with pytest.raises(Killed), opened(tmp_path / "killed", words) as run:
         publish = run.publish
 

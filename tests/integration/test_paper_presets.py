@@ -1,7 +1,7 @@
 """The papers' presets train with only the machine, the model, the lengths and the number of problems changed.
 
-A script answers for the agents, half of it right, so that all of them are asked. The rest is real, except for a search server's
-answers: tools, credit, the learner of a tiny model, verified weight syncs.
+A script answers in place of the agents; half of its answers are right, so that every agent is called. The rest is real, except
+for a search server's answers: tools, credit, the learner of a tiny model, verified weight syncs.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def test_every_tensor_is_read_as_it_lies(served):
 
 @pytest.mark.parametrize("name, tier", TIERS)
 def test_the_defaults_are_not_used(served):
-    """A tensor that an op creates without a device would be on the default one, here without memory; without a dtype it would
-    have the default one, and kernels would write 4 bytes per number into smaller elements.
+    """The default device is `meta` and the default dtype float64, so a tensor that an op creates without naming its device has no
+    memory, and one without a dtype has elements of a size that the kernels do not expect.
     """
     expected, tensors = call(served), tensors_of(CALLS[served])
     torch.set_default_dtype(torch.float64)

@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made_by_peft(model: Path, folder: Path, **settings: Any) -> Any:
     """Return the PEFT model whose directory this writes, with random A and B. Settings like "KasaConfig" name a class of PEFT."""
-    import peft  # imported here: takes 3 s, which processes that only collect these tests save
+    import peft  # imported late: it takes 3 s, which collecting these tests should not cost
     from peft.tuners.lora import config
 
     torch.manual_seed(1)

@@ -73,7 +73,7 @@ Trained = tuple[RunDirectory, Learner, list[float]]
 
 @pytest.fixture
 def trained(model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path) -> Trained:
-    """A copy of that run; a learner with other weights, after step 3; the losses of steps 1 to 4."""
+    """A copy of the run of `made`; a new learner after step 3, whose weights differ from both saves; the losses of `made`."""
     (run, losses), policy = made, learner(model)
     for _ in range(3):
         stepped(policy)

@@ -85,7 +85,7 @@ def train_command(preset: Path) -> list[str]:
 
 
 def checked(preset: Path, folder: Path, words: list[str]) -> Any:
-    """Run preflight with the training command's settings and its torchrun's ranks."""
+    """Run preflight with the settings and the number of ranks in the preset's training command."""
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
 

@@ -1,4 +1,4 @@
-"""Engines that move between policies: when, where to, and with only the other policy's weights."""
+"""Engines that move between policies: when they move, where they fit, and that they serve only their new policy's weights."""
 
 from __future__ import annotations
 

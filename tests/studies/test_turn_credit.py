@@ -22,7 +22,7 @@ def in_one_sample(sample: Sample) -> list[Sample]:
 
 
 def of_a_team(sample: Sample) -> list[Sample]:
-    """Return a sample that waited, of a native team."""
+    """Return the whole session as one sample without turns, as a native team's."""
     return [replace(sample, turns=())]
 
 

@@ -37,7 +37,7 @@ AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWE
 
 
 def tutor_of(kind: type[FactsTutor], share: float, **shares: float) -> FactsTutor:
-    """Return a tutor that slips in this share of its choices, or of some kinds."""
+    """Return a tutor that errs in `share` of its choices; `shares` replace it for some kinds of choice."""
     tutor = kind(random.Random(1), TutorConfig(), OPTIONS)
     slips = {name: share for name in dir(kind) if name.startswith("slip_")}
     vars(tutor).update(slips | shares)

@@ -205,8 +205,8 @@ def evaluate(run: RunDirectory, **accuracies: float | None) -> None:
 
 
 def test_the_best_evaluated_checkpoint_stays(run: RunDirectory) -> None:
-    """Of equal ones the first stays. A resumed run reads the best evaluation from the files. Checkpoints without an evaluation,
-    or with one without answers, do not count.
+    """If evaluations tie, the first checkpoint stays. A resumed run reads the best evaluation from the files. Checkpoints
+    without an evaluation, or with one without answers, do not count.
     """
     pointer = run.checkpoints / "best"
     save(writer(run, keep_last=2, keep_best=True), 1)

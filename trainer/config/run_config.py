@@ -1,4 +1,4 @@
-"""Settings of a whole run. read.py checks the rules between sections, which are in agreement.py."""
+"""Settings of a whole run. Rules between sections are in agreement.py; read.py checks them."""
 
 from __future__ import annotations
 

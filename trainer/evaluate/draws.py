@@ -126,7 +126,7 @@ class FixedAnswer(Schema):
 
 
 class Kept(ExitStack):
-    """Store of draws, of answers to fixed inputs, and of the episodes behind these inputs. folder: None keeps all in memory."""
+    """Store of draws, of answers to fixed inputs, and of the episodes that the inputs come from. folder: None: in memory only."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ Statistic = Callable[[Array], Array]
 contains the problem."""
 
 RESAMPLES = 2000
-_BLOCK = 1 << 22  # number of weights (of problems in resamples) in memory at once; 32 MiB
+_BLOCK = 1 << 22  # most bootstrap weights (resamples x problems) in memory at once; 32 MiB
 _SEED = 17
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Names, in Megatron and transformers, of modules that compute keys or values, and of modules with one or two matrices that
-# engines round.
+# Module names in Megatron and transformers. _KEYS: modules that compute keys or values. _MATRIX: modules with one matrix that
+# engines round. _EXPERTS: modules with two such matrices in sequence.
 _KEYS = ("linear_qkv", "k_proj", "v_proj")
 _MATRIX = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = "experts"

@@ -35,8 +35,8 @@ class StepLog:
     port: metrics port that shows every row; None: no port.
     episode_clock: clock that the rollout must notify of episodes.
     kept: uids of the samples whose tokens are written.
-    tokens: values of these samples' tokens in the step's updates.
-    samples: trained parts of all samples.
+    tokens: log-probs, entropies and marks of these samples' tokens, from the step's updates.
+    samples: number of trained tokens and log-prob gap of every trained sample; one entry per update and context-parallel rank.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:

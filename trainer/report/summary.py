@@ -281,7 +281,7 @@ def load_summary(path: Path) -> Summary:
 
 
 def read_saved(path: Path, kind: type[Saved], what: str) -> Saved:
-    """Read a file of one of these models. Raises ValueError with the file, what it should be, and the invalid key."""
+    """Read a JSON file that has the schema `kind`. Raises ValueError with the file, what it should be, and the invalid key."""
     try:
         # pydantic's parser would reject lone surrogates of undecodable file names.
         return kind.model_validate(json.loads(path.read_bytes()))

@@ -105,7 +105,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Texts:
-    """Real texts in place of single tokens.
+    """Texts for a simulation with real prompts and completions; without them, a completion's last token stands for its text.
 
     written: returns the tokens that an engine decodes; each stands for `grain` real tokens. told: returns the text that an engine
     makes from the tokens of a completion.

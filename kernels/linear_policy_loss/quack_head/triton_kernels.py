@@ -70,7 +70,7 @@ def finish_rows(
     is_beyond,  # [1] int32: becomes 1 if a sum exceeds MOST
     BLOCK: tl.constexpr,
 ):
-    """Join each row's partial sums to its statistics. A target outside the vocabulary gets log-prob NaN. Grid (num_rows)."""
+    """Compute statistics from each row's partial sums. A target outside the vocabulary gets log-prob NaN. Grid (num_rows)."""
     row = tl.program_id(0).to(tl.int64)
     token = token_of(ids, first, row)
     lanes = tl.arange(0, BLOCK)

@@ -211,8 +211,8 @@ class PolicyModel(GPTModel):
         The sequences are None without a gate, and the tokens None if the loss finds them itself, at the sampling temperature.
         Takes one pass over the hidden states before the loss.
 
-        Scope `sample` reads only positive samples, and nothing if there are none: other samples have no gate at any entropy, so
-        their entropy stays 0. A sample's mean is over the context-parallel ranks that it is split over, all of which take part
+        Scope `sample` reads only positive samples, if there are any. Other samples are never gated, so their entropy
+        stays 0. A sample's mean is over the context-parallel ranks that it is split over, all of which take part
         in the sum. Scope `batch` reads all tokens of all ranks; the learner checks that a step has one micro-batch.
         """
         if mpt.scope == "off":

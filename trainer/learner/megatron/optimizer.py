@@ -180,8 +180,8 @@ class Optimizer:
 class BankOptimizer:
     """AdamW over all adapters: each has its own norm, clipping, learning rate, step count and skipped steps.
 
-    With optimizer.distributed the data-parallel ranks divide the columns of a row among themselves. Settings that concern all
-    adapters (distributed, offload) hold if every adapter has the first, any has the second.
+    With optimizer.distributed the data-parallel ranks divide the columns of a row among themselves. Two settings apply to all
+    adapters at once: `distributed` if every adapter sets it, `offload` if any adapter sets it.
     """
 
     def __init__(self, bank: Bank, configs: Sequence[OptimizerConfig]) -> None:
