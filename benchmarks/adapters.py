@@ -1,7 +1,7 @@
 """CPU seconds of a step of N adapters on one base, and of their publish, at equal tokens.
 
     python benchmarks/adapters.py [--json FILE] [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8]
-                                  [--verify-every 1]
+                                  [--verify-every N]
 
 The same sequences are dealt out to N agents, each with an adapter of attention. The publish goes to a local engine in this
 process, which uses one thread. In each turn every N takes a step and publishes; the first turn is left out. The median, the
@@ -25,7 +25,7 @@ PARTS = ("forward", "backward", "optimizer", "rest", "step", "publish", "step + 
 
 
 def train_and_publish(
-    model: Path, number: int, vocab_size: int, rank: int, clock: Any, sequences: list[Any], verify_every: int
+    model: Path, number: int, vocab_size: int, rank: int, clock: Any, sequences: list[Any], verify_every: int | None
 ) -> Any:
     """Return a function that takes a step of `number` adapters and publishes them; it returns the seconds of each part.
 
@@ -42,7 +42,7 @@ def train_and_publish(
     from marsrl.trainer.config import MptConfig, PolicyConfig
     from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
     from marsrl.trainer.learner.learner import Learner, groups
-    from marsrl.trainer.weights.comparison import CheckedEngines
+    from marsrl.trainer.weights.comparison import ADAPTERS_AT_ONCE, CheckedEngines
     from marsrl.trainer.weights.sync import AdapterSync, publish
 
     names = [f"adapter{i}" for i in range(number)]
@@ -67,7 +67,8 @@ def train_and_publish(
     syncs = {}
     for turn_of, name in enumerate(names):
         engines = CheckedEngines(pool, vocab_size=vocab_size, adapter=name)
-        common: dict[str, Any] = {"verify_every": verify_every, "turn": turn_of}
+        every = verify_every or -(-number // ADAPTERS_AT_ONCE)  # as trainer.build sets it
+        common: dict[str, Any] = {"verify_every": every, "turn": turn_of}
         syncs[name] = AdapterSync(engines, torch.float32, base=str(model), adapter=adapter, **common)
     dealt = [replace(sequence, agent=i % number, advantage=1.0 - i % 2 * 2) for i, sequence in enumerate(sequences)]
     parts = []
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", default="bench", help="shape of the random base")
     parser.add_argument("--sequences", type=int, default=64, help="0: no steps, only publishes")
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--verify-every", type=int, default=1, help="publishes between probes of an adapter")
+    parser.add_argument("--verify-every", type=int, help="sync.verify_every: publishes between probes of an adapter")
     options = parser.parse_args()
     import torch
     from part_clock import PartClock

@@ -32,6 +32,8 @@ from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles, write_shards, write_version
 from marsrl.rollout.weights.layout import EngineShard, fuse
+from marsrl.trainer import build
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
 
@@ -107,6 +109,18 @@ def test_policies_are_probed_in_turn_and_all_at_first():
     turns = [FileSync(None, torch.float32, verify_every=3, turn=turn) for turn in range(4)]
     due = ["".join(str(turn) for turn, each in enumerate(turns) if each.is_due(version)) for version in range(5)]
     assert due == ["0123", "1", "2", "03", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "num_due"),
+    [([], [5, 2, 3, 2]), (["sync.verify_every=1"], [5] * 4), (["sync.verify_every=4"], [5, 1, 1, 1])],
+)
+def test_a_publish_probes_at_most_four_of_five_adapters(
+    words: list[str], num_due: list[int], checkpoint: Callable[[str], Path]
+) -> None:
+    config, _ = read_config("configs/cpu_adapters.yaml", ["policies.main.dtype=float32", *words])
+    syncs = [build._sync(config, policy, str(checkpoint("qwen3")), None) for policy in config.trained_policies]
+    assert [sum(sync.is_due(version) for sync in syncs) for version in range(4)] == num_due
 
 
 def test_a_broken_transfer_is_retried_once_and_reconnects(direct, engine, tensors, given):

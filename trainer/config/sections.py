@@ -195,9 +195,10 @@ class SyncConfig(Settings):
     """nccl, ipc: seconds without progress of a transfer after which an engine counts as lost"""
     directory: str | None = None
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
-    verify_every: Count = Field(
-        1,
-        description="versions between probe comparisons, which adapters take in turn; checksums are compared every time",
+    verify_every: Count | None = Field(
+        None,
+        description="versions between probe comparisons of a policy, which adapters take in turn; default: 1, or with more than "
+        "4 adapters of one base as many as compare 4 of them at a publish. Checksums are compared every time",
     )
 
     def why_not(self, rollout: RolloutConfig) -> Iterator[str]:
