@@ -117,6 +117,8 @@ def cpu_s() -> float:
 class Whole:
     """Stand-in for a learner and its Converter that holds a whole model on one rank."""
 
+    sleeps = False
+
     def __init__(self, tensors: dict[str, Any], device: Any = None) -> None:
         """Hold these tensors, which are on `device` (None: the CPU)."""
         import torch

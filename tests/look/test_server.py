@@ -77,7 +77,7 @@ def test_the_documents_commands_view_a_run(runs: list[Path], tmp_path: Path) -> 
 def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
     stranger.get("/?token=secret")
     for path, reason in (
-        ("samples?run=7", "run is 7; there are 2"),
+        ("samples?run=7", "run is 7; expected a number from 0 to 1"),
         ("samples?run=0&low=nan", "finite number"),
         *((f"samples?run=0&before={at}", "expected step.line") for at in ("1", "1.", "x.1", "1.x", f"1.{10**18}")),
         ("samples?run=0&flag=bad", "is not a filter"),

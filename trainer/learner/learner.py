@@ -191,15 +191,20 @@ class Learner:
         return Model(self.base.wrapped, self.base.references, (slot,))
 
     def _parts_of_memory(self) -> Iterator[Memory]:
-        """Yield the memory of the weights (of the base and all of its adapters), and of a reference with a model of its own."""
-        if self.base is not None:
-            yield self.base.memory
-        else:
+        """Yield the memory of the weights (of an adapter: its base with all adapters), and of the reference if it is a model."""
+        reference, base = self.passes.reference, self.base
+        is_model = reference is not None and (base is None or reference.module is not base.wrapped)
+        of_reference = reference.module.parameters if reference is not None and is_model else tuple
+        if base is None:
             optimizer = cast("Optimizer", self.optimizer)
-            yield Memory(lambda: (*self.model.parameters(), *optimizer.state_tensors()), optimizer.gradient_tensors)
-        reference = self.passes.reference
-        if reference is not None and (self.base is None or reference.module is not self.base.wrapped):
-            yield Memory(reference.module.parameters)
+            yield Memory(
+                lambda: (*self.model.parameters(), *optimizer.state_tensors(), *of_reference()),
+                optimizer.gradient_tensors,
+            )
+            return
+        yield base.memory
+        if is_model:
+            yield Memory(of_reference)
 
     def sleep(self) -> None:
         """With `sleeps`, move weights, optimizer state and reference to pinned CPU memory and free the gradients. Collective.
