@@ -159,6 +159,8 @@ def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
     """An actor that this Ray cannot place says why."""
     directory = checkpoint("qwen3_moe")

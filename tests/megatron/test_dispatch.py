@@ -53,6 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     ("dispatcher", "calls"),
@@ -68,6 +69,7 @@ def test_every_dispatcher_takes_the_same_steps(
     assert largest_difference(other["weights"], expected["weights"]) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OVERLAPPED)
 @pytest.mark.parametrize("dispatcher", dispatch_worker.DISPATCHERS)
 def test_overlapped_micro_batches_take_the_same_steps(found: dict[str, Any], case: str, dispatcher: str) -> None:

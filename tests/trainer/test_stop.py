@@ -127,6 +127,8 @@ def test_all_ranks_compute_and_stop_as_rank_0_does(two_ranks: RankPair) -> None:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_stages_may_outlast_collective_timeouts(two_ranks: RankPair) -> None:
     first, other = two_ranks.run(Path(__file__), {"limit_s": LIMIT_S, "late_s": LATE_S})
     assert first[:5] == other[:5] == ["None", "b'batch'", "b'0 1'", "False", "None"]
