@@ -1,6 +1,7 @@
 """Checks of an op's arguments: each error names the argument, what was found and what was expected.
 
-Only shapes, dtypes and devices are checked, which the host knows; values on a device are never read.
+Checks read only what the host knows: shapes, dtypes, devices, and values of tensors on the CPU. They never read values on a
+device.
 """
 
 import torch

@@ -97,7 +97,7 @@ class Op:
 
         Raises:
             ValueError: MARSRL_KERNELS names an unknown implementation or op.
-            RuntimeError: this op lacks the forced implementation, or the forced one, or every one, cannot serve the call. The
+            RuntimeError: this op lacks the forced implementation, that implementation cannot serve the call, or none can. The
                 message has the reasons.
         """
         forced = forced_name(self.name)

@@ -1,8 +1,8 @@
 """Packing: inputs of a forward pass over concatenated sequences, and its rows that are trained.
 
 token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, the rest was sampled
-target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the next token, the last one of a sequence none
-mask     x  x    |     x  x    |            where that token was sampled
+target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the next token; the last position, none
+mask     x  x    |     x  x    |            set where the target was sampled
 row      0  1          4  5                 kept_rows(mask)
 
 Whole-array operations of PyTorch, without synchronisation on a device.

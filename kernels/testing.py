@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 # Rounding error that a block may have, relative to the block's norm. In 16 bits, each operand and each result is rounded by at
-# most half an eps. In float32, p = e^(log p) inherits the rounding error of log p, whose size is up to 16 nats.
+# most half an eps. In float32, p = e^(log p) inherits the rounding error of log p, and -log p is up to 16 nats.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
 

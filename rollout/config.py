@@ -254,8 +254,8 @@ class VllmOptions(Settings):
     """dtype of the KV cache; auto: the engine's dtype. fp8 stores twice the tokens, but log-probs differ more from the
     trainer's: set loss.correction and watch train_rollout/"""
     quantization: Literal["fp8"] | None = None
-    """the layers' matrices are rounded when they arrive, in blocks of 128 x 128: half the memory and traffic. For a trained
-    policy set loss.correction (docs/weight_sync.md)"""
+    """fp8: the engine rounds the layers' matrices when they arrive, in blocks of 128 x 128, which halves their memory and
+    memory traffic. For a trained policy set loss.correction (docs/weight_sync.md)"""
     extra: dict[str, Any] = Field(default_factory=dict)
     """other EngineArgs of vLLM, with vLLM's names ({max_num_batched_tokens: 16384})"""
 
@@ -326,8 +326,8 @@ class RolloutConfig(Settings):
     engine: Literal["vllm", "local"] = Field("vllm", description="engine that decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
     """local: in the trainer's process, without Ray. disaggregated: Ray actors on separate GPUs. colocated: Ray actors on the
-    trainer's GPUs, asleep during training (docs/clusters.md). Default: disaggregated; for one engine of our own
-    (rollout.engine=local), without overlap and without a cluster, local"""
+    trainer's GPUs, asleep during training (docs/clusters.md). Default: local for a single
+    built-in engine (rollout.engine=local) without overlap and cluster, else disaggregated"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
     """between stages, move an engine from the least loaded policy to the most loaded one, if that one decoded over twice as
@@ -363,9 +363,9 @@ class RolloutConfig(Settings):
         4096, description="start no new problems while more samples than this are carried over"
     )
     deadline_s: Seconds = 1800.0
-    """an engine with a stage (with overlap: a request) running longer counts as lost; startup may take ten times as long"""
+    """an engine counts as lost if a stage (with overlap: a request) takes longer; its startup may take ten times as long"""
     max_engine_restarts: CountOr0 = 16
-    """lost engines (died, or silent for deadline_s) that are replaced per policy and run; one more ends the run"""
+    """number of lost engines (dead, or silent for deadline_s) that a run replaces per policy; the next loss ends the run"""
     max_turns: Count = 256
     """maximum agent calls in one episode, and continuations of one sample; beyond it, the episode or sample fails"""
     max_error_share: PositiveShare = 0.5
@@ -463,7 +463,7 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """maximum fixed inputs of a Verifier, half of them right; for a Corrector, maximum wrong ones and maximum right ones"""
+    """maximum fixed inputs of a Verifier, half of them right; for a Corrector, the maximum of wrong and of right inputs"""
 
     @property
     def most_verdicts(self) -> int:

@@ -69,7 +69,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn_size: int  # MLP width; of one expert in MoE models
+    ffn_size: int  # MLP width; in MoE models, the width of one expert
     vocab_size: int
     max_positions: int
     rope_theta: float

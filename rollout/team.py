@@ -382,8 +382,8 @@ class Team:
     def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
         """Return {uid: [N] float32, nats} for samples whose agents have teachers: the teacher's log-probs of the completion.
 
-        The log-probs are at the agent's temperature, over the whole vocabulary. Teachers score one after the other, each all
-        samples of a temperature at once.
+        The log-probs are at the agent's temperature, over the whole vocabulary. Teachers score one after the other; each scores
+        all samples with the same temperature at once.
         """
         asked: dict[tuple[str, float], list[Sample]] = {}
         for sample in samples:

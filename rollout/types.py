@@ -254,7 +254,7 @@ class Sample:
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
     that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
     gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
-    routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
+    routed_experts: experts of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     kept_tokens: tokens that the sampler kept at each of the completion's N positions; None: not recorded.
     """
 

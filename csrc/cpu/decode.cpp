@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kBlock = 64;  // keys between two corrections of the running maximum
+constexpr int64_t kBlock = 64;  // number of keys after which the running maximum is updated
 
 enum Element : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 

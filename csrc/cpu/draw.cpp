@@ -1,7 +1,8 @@
 // Draws one token per row of logits; rollout/engines/sampler.py defines the result.
 //
-// The first pass adds up e^(x - maximum) block by block in double. The second finds the first block whose cumulative sum passes
-// noise times the total, and the drawn token within it. Rows are independent, so results do not depend on the number of threads.
+// The first pass adds up e^(x - maximum) block by block in double. The second pass finds the first block whose cumulative sum
+// passes noise times the total, and then the drawn token within that block. Rows are independent, so results do not depend on the
+// number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -81,8 +81,8 @@ class AgentSums {
 }  // namespace
 
 // Writes coefficient and entropy_coefficient of tokens, and adds to `sums` in double and in order, so that two runs give the same
-// bits. token_ids [count] lists the tokens; null: `count` tokens from first_token on. Tokens outside mask [T] are skipped; null:
-// none is.
+// bits. token_ids [count] lists the tokens; null: `count` tokens from first_token on. Tokens outside mask [T] are skipped;
+// without a mask (null), no token is.
 MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const uint8_t* mask,
                                     const int64_t* token_ids, int64_t first_token, int64_t count) {
   Block block;
@@ -108,7 +108,7 @@ MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* to
 
 // Computes statistics, objective and gradient of whole rows in one pass, so that a row is in the L2 cache when it is read again.
 // Without an entropy bonus, whose gradient needs the logits, e^d is computed only once. Arguments are as in marsrl_row_logprobs,
-// marsrl_row_gradients and marsrl_policy_terms; tokens' `logprobs` and `entropy` are the arrays that are written here. The
+// marsrl_row_gradients and marsrl_policy_terms; `logprobs` and `entropy` of `tokens` are the arrays that are written here. The
 // objective must not need whole sequences. Returns the number of rows kept, or -1 - t, where t is the first token whose target is
 // outside [0, columns).
 MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* token_ids,

@@ -13,8 +13,8 @@ namespace {
 // width.
 constexpr int64_t kBlock = 512;
 
-// Number of rows over which the weight's gradient is summed in float32; these sums are then added in double. It is small enough
-// for sums as exact as PyTorch's, and the order of additions does not depend on the number of threads.
+// Number of rows over which the weight's gradient is summed in float32; these sums are then added in double. With so few
+// rows the sums are as exact as PyTorch's, and the order of additions does not depend on the number of threads.
 constexpr int64_t kRowsOfSum = 32;
 
 template <class T>
@@ -35,7 +35,7 @@ MARSRL_INLINE void forward_rows(const T* x, int64_t stride, const float* weight,
   }
 }
 
-// Adds grad * x * scale of these rows to sums [width] float32.
+// Writes the gradient of x to out, and adds grad * x * scale of each row, the gradient of the weight, to sums [width] float32.
 template <class T>
 MARSRL_INLINE void backward_rows(const T* x, int64_t stride, const float* weight, const float* scales, const T* grad,
                                  int64_t rows, int64_t width, T* out, float* sums) {

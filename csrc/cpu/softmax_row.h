@@ -25,8 +25,8 @@ void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* 
 // [num_blocks(columns)]: receives the origin of each block, the largest logit up to the block's end.
 void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins);
 
-// Like row_sums, for a few blocks at most, but also writes e^((x - maximum) / tau) in bfloat16. If all of x is -inf, 0 takes the
-// place of the maximum.
+// Like row_sums, but also writes e^((x - maximum) / tau) in bfloat16. The maximum is that of the whole row, so the row is read
+// twice: use it for rows of a few blocks. If all of x is -inf, 0 takes the place of the maximum.
 void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
                                uint16_t* exponentials);
 

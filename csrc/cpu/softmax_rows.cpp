@@ -67,10 +67,10 @@ MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows
 }
 
 // Computes gradients of a tile's logits from the `exponentials` that marsrl_row_partials wrote, which stay unchanged.
-//   kept [rows]: rows of exponentials and maxima to take; tokens [rows]: indices of these rows in the packed arrays
+//   kept [rows]: rows of exponentials and maxima to read; tokens [rows]: indices of these rows in the packed arrays
 //   maxima: first row of the tile's partials
 //   first_column: the tile's offset in the whole vocabulary, to which targets refer
-//   out [rows, stride]: columns from `columns` on are padding and become 0. Other arguments are as below.
+//   out [rows, stride]: columns from `columns` on are padding and become 0. Other arguments are as in marsrl_row_gradients.
 MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64_t exponentials_stride,
                                              const double* maxima, const int64_t* kept, const int64_t* tokens,
                                              int64_t rows, int64_t columns, const int64_t* targets,

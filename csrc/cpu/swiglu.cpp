@@ -20,7 +20,7 @@ MARSRL_INLINE void forward_row(const T* gate, int64_t width, float weight, T* ou
   }
 }
 
-// Returns sum_i grad_i silu(gate_i) up_i, the gradient of the weight.
+// Writes the gradients of gate and up to out, and returns sum_i grad_i silu(gate_i) up_i, the gradient of the weight.
 template <class T>
 MARSRL_INLINE float backward_row(const T* gate, int64_t width, float weight, const T* grad, T* out) {
   const T* up = gate + width;

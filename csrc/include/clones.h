@@ -3,7 +3,7 @@
 
 #if defined(MARSRL_CLONES)  // the compiler's flags choose a single instruction set, see tests/README.md
 #elif defined(__x86_64__) && defined(__GNUC__)
-// Clones for AVX-512, AVX2 + FMA and the baseline; the loader picks one by cpuid, whatever the environment variables. Keep OpenMP
+// Clones for AVX-512, AVX2 + FMA and the baseline; the loader picks one by cpuid alone. Keep OpenMP
 // parallel regions out of a cloned function: the outlined loop body would be compiled for the baseline only.
 #define MARSRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else

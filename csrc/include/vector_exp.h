@@ -13,8 +13,8 @@ struct ExpParts {
   float r, slope, scale;
 };
 
-// x = n ln 2 + r with |r| <= ln(2) / 2. exp(r) is a polynomial of degree 6 that is exactly 1 at 0 and has the smallest relative
-// error, 2e-9. It takes few operations, because these limit the speed of passes over a row of logits.
+// Splits x into n ln 2 + r with |r| <= ln(2) / 2. exp(r) is a polynomial of degree 6 that is exactly 1 at 0 and has the smallest
+// relative error, 2e-9. A higher degree would slow down passes over a row of logits, whose speed the arithmetic limits.
 MARSRL_INLINE ExpParts exp_parts(float x) {
   const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds x / ln 2 to an integer, in the lowest bits
   const float shifted = x * 1.44269504088896341f + kShift;
@@ -49,8 +49,8 @@ MARSRL_INLINE float vector_expm1(float x) {
   return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
-// Returns log(x) for positive normal x, with an error below 2e-6 near 1 and below 1e-5 elsewhere; inputs already have an error of
-// 4e-3, because they were rounded to bfloat16. At 0 the result is finite and below -87; for NaN it is NaN. x = 2^n (1 + r) with 1
+// Returns log(x) for positive normal x, with an error below 2e-6 near 1 and below 1e-5 elsewhere. That is enough: inputs have
+// been rounded to bfloat16, an error of 4e-3. At 0 the result is finite and below -87; for NaN it is NaN. x = 2^n (1 + r) with 1
 // + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
 MARSRL_INLINE float vector_log(float x) {
   uint32_t bits;

@@ -39,7 +39,7 @@ def attention_varlen(
         scale: any finite number; None = 1 / sqrt(D).
         causal: a query sees no later key; a sequence's last query is aligned with its last key.
         max_seqlen: upper bound of the sequence lengths, with which flash-attn launches fewer blocks. None: the number of tokens.
-        deterministic: make the gradient bitwise reproducible. That of our own kernels always is. flash-attn 2 needs several
+        deterministic: make the gradient bitwise reproducible; with our own kernels it always is. flash-attn 2 needs several
             copies of the gradient of q for this, each of 4 T N D bytes, which it adds in order.
 
     Returns the attention output, [T, N, D] in the dtype of q. The call never synchronises with the GPU, so the values of a

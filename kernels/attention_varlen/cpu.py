@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-_BLOCK = 256  # Queries that see the same keys, apart from a mask; fewer hide fewer products, and take more calls.
+# Queries per call of SDPA, which get the same keys and a mask. Smaller blocks compute fewer masked products in more calls.
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PaddedSegments:
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
 @torch.inference_mode(False)  # the result is cached, and a learner may save it for a backward
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
-    """Group segments by length so that at most half of the positions are padding: log2(longest / shortest) calls."""
+    """Group segments by length so that at most half of the positions are padding: about log2(longest / shortest) groups."""
     segments = sorted(
         ((end - begin, begin) for begin, end in pairwise(bounds) if end > begin), key=lambda s: (-s[0], s[1])
     )
@@ -59,7 +60,7 @@ def attention_varlen_cpu(
 ) -> Tensor:
     """Return [T, N, D] as the reference defines it."""
     if q.shape[0] == 0:
-        return q + 0 * (k.sum() + v.sum())  # so that an empty batch gives all three a gradient of 0
+        return q + 0 * (k.sum() + v.sum())  # so that an empty batch gives q, k and v a gradient of 0
     bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is not cu_seqlens:
         bounds_k = cu_seqlens_k.tolist()

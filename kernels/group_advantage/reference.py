@@ -55,7 +55,7 @@ def group_advantage_reference(
     """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
 
     compared: [S] in the dtype of rewards, the values over which means are taken; NaN values are left out.
-    weights: [S] float64, weight of each reward in the variance; they sum to a set's number of compared values.
+    weights: [S] float64, weight of each reward in the variance; a set's weights sum to its number of compared values.
     """
     values, known = compared.double(), rewards.double()
     of_mean = set_statistics(values, mean_set_of)

@@ -28,7 +28,7 @@ def grouped_linear(
             a tensor on the GPU: its values are not checked, and rows beyond their sum are undefined.
         main_grad: float32 in the shape of weights, each expert's part contiguous. Each backward adds dW to it, and leaves
             experts without rows alone; a forward writes nothing. The gradient of weights is then as in linear_policy_loss: None,
-            or a placeholder for Megatron's hooks. torch.compile breaks its graph here.
+            or a placeholder for Megatron's hooks. With main_grad, torch.compile breaks its graph at this op.
 
     Returns:
         [T, N] in the dtype of x.

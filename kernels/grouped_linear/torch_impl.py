@@ -35,9 +35,9 @@ _write_matrix_gradients = late_function("grouped_linear.triton_impl", "write_mat
 
 
 class TorchGroupedLinear:
-    """Kernels of grouped_linear by torch._grouped_mm; Triton computes products that are added to main_grad.
+    """Kernels of grouped_linear by torch._grouped_mm.
 
-    torch._grouped_mm cannot accumulate into float32.
+    Triton computes the products that are added to main_grad, because torch._grouped_mm cannot accumulate into float32.
     """
 
     def forward(
@@ -63,7 +63,7 @@ class TorchGroupedLinear:
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """Return [E] int32 on the device: the row after each expert's last. Counts on the host are sent without synchronisation."""
+    """Return [E] int32 on the device: the index after each expert's last row. Counts on the host are sent without waiting."""
     if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
         tokens_per_expert = tokens_per_expert.pin_memory()
     return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

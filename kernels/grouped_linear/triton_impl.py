@@ -34,7 +34,10 @@ def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[
 
 
 def write_matrix_gradients(out: Tensor, x: Tensor, grad_out: Tensor, ends: Tensor, adds: bool) -> None:
-    """Write the gradient from x [T, in] and grad_out [T, out] to out [E, out, in], of contiguous matrices; add it if `adds`."""
+    """Compute each expert's grad_out [T, out].T @ x [T, in] into out [E, out, in]; `adds`: add to out.
+
+    Each expert's matrix in out is contiguous.
+    """
     num_in, num_out, tiles = x.shape[1], grad_out.shape[1], plan_tiles(x.dtype)
     num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])
     if num_programs:

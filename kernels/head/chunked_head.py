@@ -42,7 +42,7 @@ DEVICE_GRADIENT_BYTES = 1225 * 2**20
 # Large chunks on a device have a multiple of this many rows, which fills GEMM tiles.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
-TILE_COLUMNS = 256  # columns of a dX tile, as cuBLAS's tile for large products on Hopper is 128 by 256
+TILE_COLUMNS = 256  # columns of a dX tile: cuBLAS's tiles for large products on Hopper are 128 by 256
 # Rows of logits and of dz are padded to a multiple of this many elements, so that loads are 128 bits even if V is odd.
 COLUMN_MULTIPLE = 16
 

@@ -16,7 +16,7 @@ DEVICE_TILE_ROWS = 4096
 def cpu_multiplies_bfloat16() -> bool:
     """Return True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX).
 
-    A bfloat16 GEMM then takes a half to a fifth of the time of a float32 one; without the instructions oneDNN emulates it.
+    A bfloat16 GEMM then takes half to a fifth of the time of a float32 GEMM; without the instructions oneDNN emulates it.
     Returns False if torch cannot list the instructions (2.11).
     """
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -151,8 +151,8 @@ class HeadGemms:
         dz_of: returns the columns of dz of a piece in float32, valid until the next call of dz_of.
         adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
         once from float32.
-        room: [n, V] bfloat16, memory in which all pieces of dz are collected first; grad_hidden, then bfloat16, and a bfloat16
-        grad_weight are single products. None: grad_hidden is float32.
+        room: [n, V] bfloat16, memory in which all pieces of dz are collected. grad_hidden must then be bfloat16, and is computed
+        as a single product, like a bfloat16 grad_weight. None: grad_hidden is float32.
         """
         narrow_hidden, hidden = hidden, hidden.float()
         in_one = room is not None and grad_weight is not None and grad_weight.dtype == room.dtype

@@ -28,8 +28,8 @@ _kept = threading.local()
 def host_buffer(num_floats: int) -> Tensor:
     """Return a buffer [num_floats] float32, which is the same memory in every call by this thread.
 
-    Fresh memory would cost a page fault every 4 KiB; for 78 MiB this takes the time of 20 rows of logits at V = 151936. An op is
-    done with the buffer when it returns, so a thread never needs two buffers at once.
+    Fresh memory would cost a page fault every 4 KiB; for 78 MiB this takes as long as computing 20 rows of logits at V = 151936.
+    An op is done with the buffer when it returns, so a thread never needs two buffers at once.
     """
     buffer: Tensor | None = getattr(_kept, "buffer", None)
     if buffer is None or buffer.numel() < num_floats:

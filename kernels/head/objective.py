@@ -108,8 +108,8 @@ class LossInputs:
         mask: [T] bool, True = the token is trained; None = all are. Other inputs are not read where it is False.
         agent_of: [S] int in [0, num_agents); None = one agent.
         gate: [S] bool from mpt_gate; None = no well-mastered token is masked.
-        old_logprobs: [T] float, nats, log-probs of the policy before the update. None = pseudo on-policy: the ratio is 1 and the
-            gradient that of A log p.
+        old_logprobs: [T] float, nats, log-probs of the policy before the update. None = pseudo on-policy: the ratio is 1, and
+            the gradient is that of A log p.
         rollout_logprobs: [T] float, nats, log-probs of the policy that drew the tokens; required by `correction`, and used in the
             importance of `kl`.
         reference_logprobs: [T] float, nats, log-probs of the reference policy; required by `kl`.

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
 # Up to V = 151936 the buffer for exponentials has room for 256 rows, so that one product forms dW. At that V it takes 74 MiB;
-# with a tile, this is less than a quarter of what plain PyTorch holds.
+# together with a tile, this is less than a quarter of what plain PyTorch holds.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
 # Number of rows per tile when gradients are computed from recomputed logits, without stored exponentials.
 ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """Return the kernels if this module serves them, which is on the CPU with bfloat16 operands; else return None."""
+    """Return the kernels if this module serves them (on the CPU, with bfloat16 operands), else None."""
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)
@@ -118,7 +118,7 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
             gemms.tile_logits(hidden, tile, dz)
             head.tile(tile).restrict_(dz, chunk)
             late_count = kernels.gradients(dz, chunk, head.tile(tile), slopes, dz, tokens)
-            assert late_count.wait() == chunk.count, "a row without a gradient among those that have one"
+            assert late_count.wait() == chunk.count, "a row has no gradient; expected one for every row"
             return dz
 
         tokens_of = chunk.tokens(hidden.device)

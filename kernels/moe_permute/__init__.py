@@ -35,8 +35,8 @@ class RowOrder(NamedTuple):
         """Return the order for routing_map [T, E] bool, True where a token goes to an expert. num_rows: number of True entries.
 
         Raises:
-            ValueError: a map in host memory has another number of True entries. A map on a device is not checked. If it has fewer
-                entries, the device reports an error; if it has more, the rows of the last experts are left out.
+            ValueError: a map in host memory does not have num_rows True entries. A map on a device is not checked: with fewer
+                True entries the device reports an error, and with more the rows of the last experts are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
         if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:

@@ -14,8 +14,6 @@ def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Te
 
     values may have any float dtype, and are not read where the mask is off. mask None: all tokens. cu_seqlens: [S+1] int. The
     arguments are not checked.
-
-    Returns [2, S] float64.
     """
     return _OP(values, mask, cu_seqlens)
 

@@ -1,9 +1,9 @@
 r"""Equality of two mathematical expressions by value. An expression is read completely or rejected.
 
 Constants are compared exactly if they are rational, otherwise at a relative precision of 300 digits. Expressions with variables
-are equal if they have equal values at every tried point where both are defined in the reals (in the complex numbers if one has
-an i). latex2sympy2_extended, which math-verify uses, reads 2(3) as 5, y''+2y as 3y, \frac{4}{2}\frac{1}{3} as 7/3 and 25^\circ
-as 25, so this module has its own parser, with mpmath's functions. Nothing is evaluated as Python.
+are equal if they have equal values at every tried point where both are defined in the reals (in the complex numbers if an
+expression has an i). latex2sympy2_extended, which math-verify uses, reads 2(3) as 5, y''+2y as 3y, \frac{4}{2}\frac{1}{3} as 7/3
+and 25^\circ as 25, so this module has its own parser, with mpmath's functions. Nothing is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Unreadable(Exception):
 
 
 class Undefined(Exception):
-    """Raised if the expression has no value at this point, or one too large to compute."""
+    """Raised if the expression has no value at this point, or a value too large to compute."""
 
 
 def same_value(wanted: Tokens, said: Tokens) -> bool:

@@ -31,8 +31,8 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Message, Problem, Reward,
 class Orchestration:
     """Rules of a team. It has no engine, clock or state: every method is a function of its arguments.
 
-    A rollout instance (one draw of a problem) is group_size independent episodes with one sample per ask. If is_one_episode, it
-    is one episode with group_size samples per ask.
+    A rollout instance (one draw of a problem) is group_size independent episodes with one sample per ask. If is_one_episode, an
+    instance is one episode with group_size samples per ask.
 
     Args:
         agents: settings by agent name; agents that are not named have the defaults.
@@ -149,7 +149,7 @@ class Orchestration:
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
         """Return the ask's chat.
 
-        By default the prompt of the agent's role with the problem and, if there are any, the first two inputs."""
+        By default this is the prompt of the agent's role with the problem and, if there are any, the first two inputs."""
         solution, report = (*(sample.shown for sample in episode.inputs(ask)), "", "")[:2]
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
@@ -217,7 +217,7 @@ class Orchestration:
 
     @classmethod
     def reward_rule(cls, agent: AgentSpec) -> str:
-        """Describe the agent's reward rule; for a team that overrides `reward`, with the first line of its docstring."""
+        """Describe the agent's reward rule; for a team that overrides `reward`, quote the first line of its docstring."""
         if cls.reward is not Orchestration.reward:
             return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
         if agent.advises:
@@ -301,8 +301,8 @@ class Orchestration:
     def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
         """Return warnings about agents whose chats, in most of these problems, do not show a form that their parsers accept.
 
-        read: texts of each agent's chats, if the team overrides `messages`. Not checked are parsers without an example, and
-        prompt sets of policies that a warm start teaches the form.
+        read: texts of each agent's chats, if the team overrides `messages`. Parsers without an example
+        are not checked, nor are prompt sets of policies to which a warm start teaches the form.
         """
         warnings = []
         is_own = not type(self).messages.__module__.startswith("marsrl.")

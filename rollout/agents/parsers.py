@@ -159,7 +159,7 @@ def final_answer(solution: str) -> str | None:
     r"""Return the last \boxed{...}; without any box, the answer that the text states last, in models' usual forms.
 
     A stated answer is a last line that is a number; text after `answer is`, `answer:` or `answer =` up to the end of the
-    sentence; or `####` with a number, or with anything if that is the last line. Nothing is taken from other sentences and
+    sentence; or `####` followed by a number or, on the last line, by any text. Nothing is taken from other sentences and
     equations, and an empty or broken box gives None.
     """
     if _BOX.search(solution):
@@ -280,8 +280,8 @@ COMPATS: Mapping[str, Compat] = {
 class LastMatch:
     """Finder of the last match of an expression, as re.finditer would find it, in linear time.
 
-    A new search after each match would take quadratic time, because each may read to the end of the text. Here one expression
-    matches everything up to the last match, so that RE2 reads the text once.
+    A new search after each match would take quadratic time, because each search may read to the end of the text. Here one
+    expression matches everything up to the last match, so that RE2 reads the text once.
 
     Raises:
         ValueError: the expression is too long, invalid in RE2, or matches the empty text.

@@ -54,8 +54,9 @@ class PromptSet:
     """Chats by role, and the parsers of their completions.
 
     name: the built-in set's name, or the file's path. turns: chats with placeholders. parsers: parsers by kind (parsers.PARSERS).
-    purpose: text for {purpose} if a tool call states one. form: text that asks for the form of answers; it is added to the last
-    turn, unless the chat or its problem already shows the form. suffix: text with placeholders that is appended to every chat.
+    purpose: text that replaces {purpose} if a tool call states its purpose. form: text that asks for the form of answers; it is
+    added to the last turn, unless the chat or its problem already shows the form. suffix: text with placeholders that is appended
+    to every chat.
     """
 
     name: str

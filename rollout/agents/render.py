@@ -64,7 +64,7 @@ class ChatRenderer:
 
     eos_id: token that ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token.
     stop_ids: eos_id, then the other tokens that end a completion: eos_token and those of generation_config.json. names_end: True
-    if these other tokens include eos_id, so that other programs stop there too.
+    if eos_token or generation_config.json names eos_id too, so that other programs also stop there.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -496,7 +496,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _encode_pieces(self, pieces: Sequence[int | str | None]) -> IntArray:
-        """Encode adjacent texts together, up to the next control token or cut, for the same ids as in the whole string."""
+        """Encode adjacent texts together, up to the next control token or cut, so that ids are as in the whole string."""
         runs = [np.zeros(0, np.int32)]
         pending = ""
         for piece in [*pieces, None]:

@@ -13,7 +13,7 @@ class Role(StrEnum):
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
     CORRECTOR = "corrector"  # problem, solution, report -> refined solution
-    ROUTER = "router"  # question, search results -> is it enough to answer? (Dr. MAS's Verifier for search)
+    ROUTER = "router"  # question, search results -> are they enough to answer? (Dr. MAS's Verifier for search)
     SEARCHER = "searcher"  # question, search results -> query
     ANSWERER = "answerer"  # question, search results -> answer
     REASONER = "reasoner"  # question -> a tool call or the answer, turn by turn (MARS's System 2)

@@ -5,7 +5,7 @@ Lima                  text: compared letter by letter, ignoring case, spaces and
 2024-01-15, 3:45 pm   a date or a time: text
 \{red, blue\}         a set of words: in any order
 1/2, 0.5, 28\%        numbers and quantities (answer_quantities): by value; 5 km equals 5 and 5000 m, but not 5 m
-x^2 + 1, (1, 2], y=x  mathematics (answer_parts, answer_values): by value, each part whole; else the same LaTeX (answer_latex)
+x^2 + 1, (1, 2], y=x  mathematics (answer_parts, answer_values): part by part, equal in value or in LaTeX (answer_latex)
 """
 
 from __future__ import annotations

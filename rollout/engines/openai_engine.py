@@ -4,7 +4,7 @@
                      '---> messages ----> POST base_url/chat/completions --^    openai.api=chat
 
 The server has its own tokenizer and weights, so it returns completions as text. Their token ids are our encoding (for
-parsing, lengths and the log), their log-probs are unknown (NaN), and they must not be trained. Responses are not trusted:
+parsing, lengths and the log), their log-probs are unknown (NaN), and these tokens must not be trained. Responses are not trusted:
 sizes are bounded and types checked. A request that keeps failing ends as Finish.ERROR, with a missing reward.
 
 With openai.api=chat the renderer has a byte tokenizer and a ChatML template. Its control tokens, which no content can

@@ -1,11 +1,11 @@
 """Engine interface and its types.
 
-An engine holds one policy's weights at one version, and low-rank adapters of them, each with its own policy and
+An engine holds one policy's weights at one version, and low-rank adapters of these weights, each with its own policy and
 version. It decodes, scores given tokens, and loads new weights:
 
     engine.submit([DecodeRequest, ...], version=3)                             also during decoding
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  of finished requests, in any order
-    engine.abort()                                                             unfinished requests return as far as decoded
+    engine.abort()                                                             unfinished requests return their tokens so far
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
     engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
     engine.update_adapters([AdapterUpdate, ...])       -> [WeightReceipt]      several adapters in one call
@@ -33,7 +33,7 @@ from marsrl.rollout.weights.layout import EngineShard
 class Sampling:
     """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
-    stop: strings that end a completion, which keeps them and the rest of the last token.
+    stop: strings that end a completion, which keeps the string and the rest of its last token.
     records_kept: return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
     """
 
@@ -54,7 +54,7 @@ class Sampling:
 class DecodeRequest:
     """Continue the given tokens by at most max_new_tokens.
 
-    Example: the second segment of the Solver's fourth sample, after 7 6 2 for prompt 5 9 4 in the first:
+    Example: the second segment of the Solver's fourth sample. The prompt is 5 9 4, and the first segment decoded 7 6 2:
 
         DecodeRequest(
             "000017/solver:3", token_ids=[5, 9, 4, 7, 6, 2], max_new_tokens=4096, sampling=Sampling(temperature=1.0),
@@ -64,7 +64,7 @@ class DecodeRequest:
     token_ids [N] int32: the prompt and the completion decoded in earlier segments.
     seed: seed of the draws, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
-    expected_new_tokens: estimate that lets a pool send the longest first; None: max_new_tokens.
+    expected_new_tokens: estimate that lets a pool send the longest requests first; None: max_new_tokens.
     experts_from: index of the first token whose routed experts are recorded (router replay); None: do not record.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
     text_from: index of the first token of the returned text, which includes new tokens; None: no text.
@@ -110,7 +110,7 @@ class DecodeResult:
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
-    num_accepted: new tokens that drafts proposed (rollout.vllm.draft_tokens); None: the engine has no drafts.
+    num_accepted: number of new tokens that a draft proposed (rollout.vllm.draft_tokens); None: the engine has no drafts.
     routed_experts: experts of the request's and the new tokens from experts_from on, except the last token, on which no log-prob
     depends; None if not requested, or nothing was decoded.
     kept_tokens: tokens kept by top_k and top_p at each new token's position; None if not requested.
@@ -203,8 +203,8 @@ class EngineInfo:
 class WeightUpdate:
     """New weights of one policy: a folder of safetensors with HF names, readable by every engine of this host.
 
-    With `receive_plans` (path is empty), an encoded ReceivePlan for each shard of this engine instead, which receives the
-    weights directly from the trainer's ranks.
+    Alternatively path is empty, and `receive_plans` has an encoded ReceivePlan for each shard of this engine, which then receives
+    the weights directly from the trainer's ranks.
     """
 
     path: str
@@ -294,7 +294,7 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Decode at least one step, until some requests have finished, which are returned, or timeout_s has passed.
+        """Decode at least one step, until requests have finished or timeout_s has passed; return the finished requests.
 
         Returns at once if there is nothing to decode. An invalid request returns with Finish.ERROR and the reason.
         """

@@ -16,7 +16,7 @@ from collections import deque
 class TimeShares:
     """Time shares of the requests in an engine. Costs O(1) per step.
 
-    slots: maximum number of requests in a step, of which the oldest are chosen; None: no limit. Source: virtual time of fair
+    slots: maximum number of requests in a step; further requests wait, in order. None: no limit. Source: virtual time of fair
     queueing (Parekh and Gallager, 1993).
     """
 

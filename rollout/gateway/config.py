@@ -36,7 +36,7 @@ class ExternalConfig(Settings):
     that the program rewards by id is always trained"""
     attempts: Count = Field(3, description="maximum starts of a session whose workers are lost; then it fails")
     host: str = Field("127.0.0.1", description="address on which the gateway listens to workers and programs")
-    port: int = Field(0, ge=0, le=65535, description="0: any free one")
+    port: int = Field(0, ge=0, le=65535, description="port of the gateway; 0: any free port")
     key_env: VariableName | None = None
     """environment variable with the key that remote workers need; default: a random key"""
     max_body_mib: Size = Field(16, description="maximum request size, MiB")

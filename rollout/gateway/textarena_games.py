@@ -19,7 +19,7 @@ _RESETS = threading.Lock()  # textarena seeds Python's global generator, which a
 
 
 class Game:
-    """Game of one or more players: the agents, in the order of the section `agents`. Rewards are per player, from -1 to 1."""
+    """Game whose players are the agents, one or more, in the order of the section `agents`. Each gets a reward from -1 to 1."""
 
     game: ClassVar[str]
     """name of the game in textarena"""

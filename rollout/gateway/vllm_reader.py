@@ -103,7 +103,7 @@ class VllmReader:
                 f"{named} does not find the call that the model's chat template writes: {text!r}; set another parser"
             )
         self._called, closing = text.strip(), _LAST_WORD.search(text.strip())
-        with suppress(ValueError):  # a template of single calls
+        with suppress(ValueError):  # raised if the template supports only one call per turn
             twice = written(_PROBE, _PROBE)
             if closing and twice.count(closing[0]) == 2:
                 first, _, _ = twice.partition(closing[0])

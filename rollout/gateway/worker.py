@@ -1,4 +1,4 @@
-"""Worker that plays a program's sessions. It needs only the standard library (Python 3.9 or later), so runs on any host.
+"""Worker that plays a program's sessions. It needs only the standard library (Python 3.9 or later), so it runs on any host.
 
     python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
     python worker.py --url http://HOST:PORT --environment my_env.py:Env

@@ -35,9 +35,9 @@ class DualSystem(Orchestration):
     bin. System 1 reads all bins in parallel. Its texts, in the bins' order, are System 2's next message: not sampled, but
     counted in System 2's length. System 2 reads Python's output, and all errors, directly.
 
-    In a turn with a call and an answer, the call wins. The output of an invalid call, or of a call of a tool that the config does
-    not set, is an error text. The last turn cannot call a tool: the episode ends with its answer, or with outcome 0 if it has
-    none. Both systems are trained on that outcome (credit.reward_scheme=outcome).
+    In a turn with a call and an answer, the call wins. If a call is invalid, or its tool is not set in the config, its output is
+    an error text. The last turn cannot call a tool: the episode ends with its answer, or with outcome 0 if it has none. Both
+    systems are trained on that outcome (credit.reward_scheme=outcome).
     """
 
     class Options(Settings):

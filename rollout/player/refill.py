@@ -39,7 +39,7 @@ class Counting:
 
 
 class Rest(NamedTuple):
-    """Rest of a problem whose groups were dead: its length and what is left of it, in epochs."""
+    """Rest of a problem whose groups were dead (RefillCounts): length of the rest and the part that is left, in epochs."""
 
     length: int
     left: int

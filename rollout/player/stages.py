@@ -23,8 +23,8 @@ the trainer trains. A stage does not wait for the longest samples of the previou
 Stage s is over when every sample that was unfinished at its beginning has finished or reached the end of a segment (a wait does
 not count); with `pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So
 the decoder is at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap +
-rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next stage, and are
-one version older). With trains_whole, a sample also waits for the team's last call.
+rollout.segments versions old, because its group waits for its last sample. Picks made late in a stage belong to the next stage,
+and are one version older. With trains_whole, a sample also waits for the team's last call.
 
 rollout.refill adds problems for groups without spread (refill.py). With rollout.overlap = 0 it adds them in waves: a stage that
 would end continues with the problems that are due, in the order of draws. So neither their number nor the batch depends on the
@@ -143,7 +143,7 @@ class Stages:
         self.player = Player(team, self, in_step=self.in_step)
         self.state = RolloutState(self.player.open)
         self._num_wanted = self._num_played = 0  # batches wanted; stages played for the next batch
-        # Lengths in tokens of each agent's latest finished completions, latest last; 0: not that many yet.
+        # Lengths in tokens of each agent's latest finished completions, latest last; 0: an entry without a completion yet.
         self._lengths: dict[str, IntArray] = defaultdict(lambda: np.zeros(_MOST_LENGTHS, np.int32))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
         # Called with an episode's id when it begins, and again (True) when it ends.

@@ -2,7 +2,7 @@
 
     dispatch.add(requests)          queues each request at one replica:
                                         a returning sample: at its last replica, unless another queue is shorter
-                                        a new affinity, whole: at the replica with the least work
+                                        all requests of a new affinity: at the replica with the least work
     dispatch.take() -> shares       every replica with free slots takes the longest of its own queue; if that is
                                     empty, the longest from the fullest other queue
     dispatch.end(uid) -> replica    frees the request's slot

@@ -169,7 +169,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return next(n for n in itertools.count() if n not in self.engines and n not in self._absent)
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
-        """Set feed(replica), which sends a replica the current weights from the trainer's ranks (`hand`); None: impossible now.
+        """Set feed(replica), which sends a replica the current weights from the trainer's ranks, or returns None if it cannot.
 
         Called for a replaced replica if no file holds the weights, by the pool's caller or `give_weights`.
         """

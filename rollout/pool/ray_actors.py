@@ -23,8 +23,10 @@ from marsrl.rollout.state import decode, encode
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: a lost engine loses at most this much
-_GRACE_S = 30.0  # time for an engine to report itself that the deadline has passed
-_LONGEST_START = 10  # multiple of the deadline, while the process answers: it loads and compiles
+_GRACE_S = 30.0  # extra time, in which an engine can report on its own that the deadline has passed
+_LONGEST_START = (
+    10  # a start, which loads and compiles, may take this multiple of the deadline while the process answers
+)
 _PINGS = 10  # maximum pings within run.silence_s
 _CALLS_AT_ONCE = 4  # collect, one call in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, executed in the order of their calls
@@ -81,7 +83,7 @@ class EngineActor:
 class RayReplicas(Replicas):
     """Engines as actors of a Ray cluster (see Replicas). A call of an engine that dies or falls silent returns Lost.
 
-    takes: keyed by ray_connection.GPU, CPU.
+    takes: resources of each engine, keyed by ray_connection.GPU and CPU.
     config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
         the first call "start", may take ten times as long while its process answers.
     silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": it is

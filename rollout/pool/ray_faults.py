@@ -88,7 +88,7 @@ def forget_processes() -> None:
 def check_head() -> None:
     """Raise RuntimeError if a Ray process that this process started has ended; cheap.
 
-    When its head is gone, Ray itself reports nothing for a minute, and then aborts this process.
+    When the cluster's head is gone, Ray itself reports nothing for a minute, and then aborts this process.
     """
     for name, process in _processes.items():
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -19,7 +19,8 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_SILENT_MS = 120_000  # a connection is dead after this; with Ray's default, a network cut of 20 s loses every engine
+# A connection that is silent for this long counts as dead. With Ray's default, a network cut of 20 s loses every engine.
+_SILENT_MS = 120_000
 
 
 def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:

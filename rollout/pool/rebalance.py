@@ -18,7 +18,7 @@ from marsrl.rollout.pool.pool import EnginePool
 
 _OFF_BY = 2.0  # minimum ratio of the highest to the lowest load
 _LEAST_S = 1.0  # minimum of the highest load, to be significant
-_SHORTER = 0.9  # maximum decoding time after a move, relative to before
+_SHORTER = 0.9  # maximum decoding time after a move, relative to the time before it
 _STAGES = 2  # stages in a row with the same best move
 
 

@@ -23,7 +23,7 @@ from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 10.0  # time until Ray counts resources freed by an actor or added by a node everywhere
+SETTLE_S = 10.0  # time until every part of Ray counts resources that an actor has freed or a node has added
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ def timed(function: Callable[[], Any]) -> Timed:
 
 
 class Replicas(ABC):
-    """The engines of one policy, numbered from 0. A number may have no engine: stopped, or waiting for room.
+    """The engines of one policy, numbered from 0. A number has no engine while its engine is stopped or waits for room.
 
     can_restart: False for engines in this process, which die with it, so that none is ever Lost.
     takes: resources of one host that each engine takes, by Ray's names; empty: there is always room.

@@ -167,8 +167,10 @@ class TutorConfig(Settings):
     """share of wrong lines of the Verifier's tutor when it computes the chain itself"""
     slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")
     anchor: Share = Field(0.2, description="share of reports that copy the Solver's answer as their own result")
-    solver_batch: Count = Field(32, description="problems (search team: drills) per step in phase 1 (one role)")
+    solver_batch: Count = Field(
+        32, description="problems per step in phase 1, which teaches one role; for the search team, drills per step"
+    )
     team_batch: Count = Field(16, description="problems per step in phase 2 (all roles)")
-    short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
+    short_steps: CountOr0 = Field(120, description="number of steps at the start of phase 1 with short problems")
     equality_drills: CountOr0 = Field(64, description="drills per step in which the Verifier compares two digits")
-    table_drills: CountOr0 = Field(256, description="single operations per step in phase 1")
+    table_drills: CountOr0 = Field(256, description="drills of a single operation, per step in phase 1")

@@ -32,11 +32,11 @@ class ReasoningGym(OwnTask):
     prompts = "qa"  # prompt set that asks for an answer between <answer> tags; the answer may have several lines
 
     class Options(JudgeOptions):
-        """Settings of reasoning_gym under task_options. All others are settings of the dataset."""
+        """Settings of reasoning_gym under task_options. All other keys are settings of the dataset."""
 
         model_config = ConfigDict(extra="allow")
 
-        dataset: str = Field(description="for example chain_sum; composite: several, listed in `datasets`")
+        dataset: str = Field(description="for example chain_sum; composite: several datasets, listed in `datasets`")
         size: Count = Field(1000, description="training problems to draw; repeated and held-out ones are removed")
         seed: int = Field(0, ge=0, lt=2**31, description="seed of the training problems")
         eval_size: Count = Field(200, description="evaluation problems to draw; repeated ones are removed")

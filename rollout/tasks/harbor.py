@@ -118,7 +118,7 @@ def _image(folder: Path, environment: dict[str, Any]) -> str:
 
 def _play(words: Sequence[str], problem: dict[str, Any], container: str, timeout_s: float) -> None:
     """Run the program; RuntimeError if it fails. After timeout_s the program is ended, and its work so far is judged."""
-    # Withheld, since the answer is the path to the solution and the tests.
+    # The answer is withheld, since it is the path to the solution and the tests.
     given = json.dumps({**problem, "answer": None})
     environment = {**os.environ, "HARBOR_CONTAINER": container}
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=sys.stderr, env=environment, text=True)

@@ -44,7 +44,7 @@ from marsrl.rollout.types import ToolFunction
 _MOST_PAGES = 32  # maximum pages of a server's list of tools
 _MOST_KIB = 4096  # limit of a command's line, or of an HTTP response; for an event of a stream, `mcp` allows 1 MiB
 _MOST_SHOWN = 300  # characters of a server's text in a message
-# Error codes; an HTTP server that has forgotten the session returns the second.
+# Error codes of a lost session; an HTTP server that has forgotten the session returns the second.
 _LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
 
 

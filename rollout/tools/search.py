@@ -1,7 +1,7 @@
 """Index of documents in SQLite's FTS5, ranked by its bm25(), and the tool that searches it.
 
 FTS5 is used instead of bm25s because it is in Python's standard library, its index is one file that a second run opens
-immediately, documents of any number stay on disk, and threads search it in parallel. Its k1 and b are fixed at 1.2 and 0.75.
+immediately, its documents stay on disk, and threads search it in parallel. Its k1 and b are fixed at 1.2 and 0.75.
 
 A model's query is not FTS5 syntax: its words are extracted and quoted, so that none is an operator.
 """

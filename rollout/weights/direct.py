@@ -4,11 +4,10 @@
     other ranks       agree ................................................ send ........... sums
     engine shard                                       WeightReceiver.receive: bucket after bucket into its tensor
 
-The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. An engine that
-holds a tensor in another form (FP8) receives it into scratch memory, portion by portion (Converted). With CUDA IPC the rank
-on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the
-shared buffer. An engine's expected checksums are computed without assembling its weights: each rank adds its parts'
-share of every checksum.
+The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. An engine that holds a
+tensor in another form (FP8) receives it into scratch memory, one portion (layout.py) at a time, and converts it. With CUDA IPC
+the rank on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the shared buffer.
+An engine's expected checksums are computed without assembling its weights: each rank adds its parts' share of every checksum.
 
 If an engine is lost meanwhile, the transfer ends on all sides: the engine is replaced, all sides reconnect, and all weights
 are sent again. Ranks cannot cancel sends to each other: relays receive the remaining buckets and drop them.

@@ -4,7 +4,7 @@
 
     version_7.partial/model-00001-of-00003.safetensors, ..., index  --rename-->  version_7/
 
-Tensors are streamed: at most one shard is in memory, and a version is either complete or absent.
+Tensors are streamed: only one file's tensors are in memory at a time. A version is either complete or absent.
 """
 
 from __future__ import annotations

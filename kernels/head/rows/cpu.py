@@ -110,7 +110,7 @@ class CpuPolicyTerms:
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64, device="cpu")
-        self._held = tokens, logprobs, entropy  # keeps alive what the structures point to
+        self._held = tokens, logprobs, entropy  # keeps the tensors alive whose addresses are in the structures
         self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
         self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
 
@@ -126,7 +126,7 @@ class CpuPolicyTerms:
 
         statistics.logprobs and .entropy are the arrays that RowKernels.policy_terms reads.
         """
-        assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
+        assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "the terms were created for other log-probs"
         _check_place(logits, out)
         num_active = library.cpu_library().marsrl_policy_rows(
             *c_rows(logits, rows, head),
@@ -153,7 +153,7 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """Return addresses of the inputs and of `arrays` (log-probs, entropies, outputs); the struct keeps the tensors alive."""
+    """Return a struct with the addresses of the inputs and of `arrays` (log-probs, entropies, outputs); it keeps them alive."""
     t = tokens
     inputs = (
         *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),
@@ -163,6 +163,6 @@ def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
-    """Return the options as the struct that csrc reads."""
+    """Return the options as the struct that the functions in csrc read."""
     kinds = KINDS[objective.kind], CORRECTIONS[objective.correction], KLS[objective.kl]
     return library.Objective(objective.options, inverse_normaliser, *kinds)

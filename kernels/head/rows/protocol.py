@@ -55,7 +55,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Slopes:
-    """What dz of a token is computed from: its statistics, and dL/dlogp and dL/dH, each [T] float32."""
+    """Inputs from which dz of a token is computed: its statistics, dL/dlogp and dL/dH, each [T] float32."""
 
     statistics: Statistics
     coefficient: Tensor
@@ -99,13 +99,13 @@ class RowKernels:
     is_host: results are complete when a call returns, and `gradients` overwrites the logits; otherwise calls queue work on
     the current stream without waiting, and `gradients` writes to a second buffer.
 
-    product: what `multiply` returned: by default the raw logits [R, V] float32, row-major, before the temperature.
+    product: result of `multiply`, by default the raw logits [R, V] float32, row-major, before the temperature.
     """
 
     is_host: bool
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
-        """Compute the logits of hidden states [R, H] into out [R, V] float32, with -inf outside of each row's support."""
+        """Compute the logits of hidden states [R, H] into out [R, V] float32, -inf outside of each row's support (support.py)."""
         gemms.logits(hidden, out)
         head.restrict_(out, rows)
         return out

@@ -73,7 +73,7 @@ class TritonPolicyTerms:
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self._tokens, self._logprobs, self._entropy = tokens, logprobs, entropy
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
-        self._sums: list[Tensor] = []  # one [programs, A, 6] float64 per call of evaluate
+        self._sums: list[Tensor] = []  # one [programs, A, len(METRICS)] float64 per call of evaluate
         normaliser, device = tokens.normaliser, logprobs.device
         if isinstance(normaliser, Tensor) and normaliser.device == device:
             self._inverse_normaliser = normaliser.detach().reshape(1).float().reciprocal()

@@ -1,7 +1,7 @@
 """Triton kernels for rows of float32 logits: softmax statistics, the policy objective and gradients.
 
     row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row; reads the logits once
-    finish_rows       joins a row's pieces to its log-prob, entropy, maximum and log_sum (join_pieces: to a shard's partials)
+    finish_rows       computes a row's log-prob, entropy, maximum and log_sum from its pieces (join_pieces: a shard's partials)
     policy_terms      computes each token's coefficients, and sums per agent of each block, which are added in order later
     list_active       lists the active rows, and their index in the gradient buffer
     row_gradients     writes dz of the active rows; reads the logits a second time
@@ -18,7 +18,7 @@ from marsrl.kernels.head import objective
 
 # Arguments that differ from chunk to chunk, for whose values Triton must not compile separate kernels.
 VARYING = ("num_rows", "first")
-LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements; differences of -inf would be NaN
+LOWEST = tl.constexpr(-3.4e38)  # stands for the maximum of no elements: differences of -inf would be NaN
 # Stands for -inf as an exponent: its exponential is 0 too, but its product with 0 is not NaN.
 NOTHING = tl.constexpr(-1e4)
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
@@ -154,7 +154,7 @@ def finish_rows(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Join each row's pieces to its statistics. A target outside the vocabulary gets log-prob NaN. Grid (blocks of rows)."""
+    """Compute each row's statistics from its pieces. A target outside the vocabulary gets log-prob NaN. Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -187,7 +187,7 @@ def join_pieces(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Join each row's pieces to this shard's partials (RowKernels.partials). Grid (blocks of rows)."""
+    """Compute this shard's partials (RowKernels.partials) from each row's pieces. Grid (blocks of rows)."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))

@@ -8,7 +8,7 @@ products by it.
 """
 
 # mypy: ignore-errors
-# The DSL parses this function, and has no types.
+# QuACK has no types, and its DSL parses the source of _exponentials.
 
 import math
 

@@ -1,7 +1,7 @@
 """Triton kernels around QuACK's product: row offsets before the product, statistics and dz after it.
 
 row_offsets    computes the offset m of each row from its target's logit
-finish_rows    joins the tiles' partial sums to log-prob, entropy and log_sum of a row
+finish_rows    computes log-prob, entropy and log_sum of a row from the tiles' partial sums
 prepare_rows   computes the factor v of each row, and changes its exponentials so that v times them is dz
 """
 

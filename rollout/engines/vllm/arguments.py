@@ -156,7 +156,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if sampler == "marsrl":
         arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
         if device == "cuda":
-            # As on CPUs, where this is tested. V1 waits for a logits processor's tokens anyway.
+            # Off, as on CPUs, where DrawTokens is tested. V1 waits for a logits processor's tokens anyway.
             arguments["async_scheduling"] = False
         return arguments
     arguments = {"logprobs_mode": "processed_logprobs"}  # of the truncated distribution
@@ -170,7 +170,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
 def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig]) -> dict[str, Any]:
     """Return arguments of vLLM's LLM for these adapters of a model; empty without adapters.
 
-    Each adapter has one of max_loras slots, whose rank is the largest of all; smaller adapters are padded with zeros.
+    Each adapter has one of max_loras slots. All slots have the rank of the largest adapter; smaller ones are padded with zeros.
     lora_target_modules is always set: by default vLLM creates slots for all modules, including experts.
     """
     if not adapters:

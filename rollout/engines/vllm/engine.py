@@ -193,7 +193,7 @@ class VllmEngine(Engine):
         return scoring
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the file or receive the buckets, drop cached prefixes, and return checksums of the weights that the kernels
+        """Load the weights from files or receive them, drop cached prefixes, and return checksums of the weights that the kernels
         hold."""
         self._settle()
         if update.receive_plans:
@@ -431,7 +431,7 @@ class VllmEngine(Engine):
         return [running.request for running in self._under_way.values()]
 
     def _settle(self) -> None:
-        """Finish the pending step, which async scheduling has started ahead, after requests ended."""
+        """Once requests have ended, finish the step that async scheduling has started ahead."""
         while self._core.engine_core.batch_queue:
             self._core.get_output()
 

@@ -40,7 +40,7 @@ _EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # an empty _ROW
 def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
     """Return SamplingParams.extra_args of a request that is sampled here.
 
-    key: identifies its log-probs; unique among live requests.
+    key: identifies the request's log-probs; unique among live requests.
     """
     sampling = request.sampling
     # One string: vLLM walks the arguments several times per request.

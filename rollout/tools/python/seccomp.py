@@ -56,7 +56,7 @@ _BOTH: tuple[tuple[str, int, int], ...] = (  # name, number on x86-64, number on
     ("setdomainname", 171, 162),
     ("sethostname", 170, 161),
     ("setns", 308, 268),
-    ("setpgid", 109, 154),  # denied with the next: keeps a snippet's processes in one process group
+    ("setpgid", 109, 154),  # denied together with setsid: keeps a snippet's processes in one process group
     ("setsid", 112, 157),
     ("settimeofday", 164, 170),
     ("shmget", 29, 194),
