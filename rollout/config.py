@@ -181,9 +181,11 @@ class AgentConfig(Settings):
     r"""text appended to the last user message, after the prompt set's: 'Put your answer in \boxed{}.'; same placeholders
     (docs/prompts.md)"""
     temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
-    top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
+    top_p: PositiveShare = Field(
+        1.0, description="as evaluate.top_p; trained agents need 1, or loss.truncation=renormalise"
+    )
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
-    """trained agents need -1 (off), or loss.truncation=renormalise"""
+    """as evaluate.top_k; trained agents need -1 (all), or loss.truncation=renormalise"""
     max_input_tokens: Tokens = Field(32768, description="maximum prompt length; long_prompts handles longer ones")
     long_prompts: Literal["skip", "cut_middle", "cut_left"] = "skip"
     """prompts above max_input_tokens: skip them, or cut the contents of their longest messages to fit, in the middle or on the
@@ -236,7 +238,7 @@ class VllmOptions(Settings):
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
     kv_cache_mib: Size | None = None
     """KV cache on each GPU of an engine, MiB; default: vLLM decides (GPU), 256 (CPU)"""
-    gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory vLLM may take")
+    gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory that vLLM may take")
     tensor_parallel: Ranks = 1
     """GPUs of one engine, all on one host, that split every matrix (on a CPU: processes)"""
     expert_parallel: bool = False
@@ -257,7 +259,7 @@ class VllmOptions(Settings):
     """fp8: the engine rounds the layers' matrices when they arrive, in blocks of 128 x 128, which halves their memory and
     memory traffic. For a trained policy set loss.correction (docs/weight_sync.md)"""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """other EngineArgs of vLLM, with vLLM's names ({max_num_batched_tokens: 16384})"""
+    """other EngineArgs of vLLM, with vLLM's names (example: {max_num_batched_tokens: 16384})"""
 
     def sampler_on(self, device: str) -> Sampler:
         """Return the sampler of an engine on "cpu" or "cuda"."""
@@ -299,7 +301,7 @@ class OpenAIOptions(Settings):
     """environment variable that holds the key, never the key itself"""
     api: Literal["completions", "chat"] = "completions"
     """completions: prompts are rendered by marsrl with the chat template of policies.<name>.model. chat: messages go to
-    base_url/chat/completions, for servers with nothing else; omit policies.<name>.model (docs/frozen_policies.md)"""
+    base_url/chat/completions, for servers that support only that; omit policies.<name>.model (docs/frozen_policies.md)"""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """additional request fields (chat_template_kwargs: {enable_thinking: false}); they override ours, and null removes one"""
     prompt: Literal["text", "tokens"] = "text"

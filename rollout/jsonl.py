@@ -40,7 +40,7 @@ def _of_document(file: Path) -> list[object] | None:
     except UnicodeDecodeError:
         return None
     except json.JSONDecodeError as error:
-        is_line = error.msg == "Extra data" and file.suffix != ".json"  # invalid line, or array
+        is_line = error.msg == "Extra data" and file.suffix != ".json"  # the file may have one document per line
         if not is_array or is_line:
             return None
         is_cut = error.pos >= len(error.doc.rstrip())

@@ -1,4 +1,4 @@
-// Sum over 8-byte words for the checksum of a tensor; rollout/weights/checksum.py defines it.
+// Sum over 8-byte words for the checksum of a tensor; rollout/weights/checksum.py defines the checksum.
 #include <cstdint>
 #include <cstring>
 

@@ -58,7 +58,7 @@ struct Statistics {
   }
 };
 
-// Smallest token, over all threads, whose target is not a column.
+// Smallest index of a token, over all threads, whose target is not a column.
 class BadTarget {
  public:
   void saw(int64_t token) {

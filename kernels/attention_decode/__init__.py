@@ -21,8 +21,8 @@ def attention_decode(
     Args:
         q: [S, N, D] float, the query of each sequence's newest token.
         k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; they already include the newest token.
-            Strides are free, so a head-major cache can be passed as a transposed view. Entries beyond lengths[s] do not affect
-            the result, but must be finite, because 0 times NaN is NaN.
+            Any strides are accepted, so a head-major cache can be passed as a transposed view. Entries beyond lengths[s] do not
+            affect the result, but must be finite, because 0 times NaN is NaN.
         lengths: [S] int, number of keys of each sequence, 1..L; on a GPU the host does not read the values.
         scale: any finite number; None = 1 / sqrt(D).
 

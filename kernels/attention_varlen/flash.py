@@ -101,7 +101,7 @@ def why_not_flash_kernels(q: Tensor) -> str | None:
         return f"head size {q.shape[2]}, flash-attn supports multiples of 8 up to {MOST_HEAD_SIZE}"
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
-        return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0"
+        return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0 or later"
     return None
 
 

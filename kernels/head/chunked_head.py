@@ -30,9 +30,9 @@ from marsrl.kernels.head.tiles import gradients_by_tiles, host_kernels_of_tiles,
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
-# A GEMM reads the whole weight, or reads and writes its whole gradient. This takes the time of computing 12 to 20 rows. At V =
-# 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save nothing. At V = 151936, 70 MiB
-# is less than a quarter of what plain PyTorch holds for 256 rows.
+# Each GEMM reads the whole weight, or reads and writes its whole gradient, however few rows a chunk has. This takes as long as
+# computing 12 to 20 rows. At V = 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save
+# nothing. At V = 151936 a buffer of 70 MiB is less than a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
 # At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients, 1.75 GB in total. There
 # are more rows of gradients because each weight-gradient GEMM reads and writes all of dW: 2.5 GB in float32, which takes the time

@@ -114,7 +114,7 @@ class LossInputs:
             importance of `kl`.
         reference_logprobs: [T] float, nats, log-probs of the reference policy; required by `kl`.
         weights: [S] float, factor on every term of a sequence's tokens, including KL and entropy bonus; None = 1.
-        dropped: [T] bool, tokens that are masked in any case, in addition to gate and correction; None = none.
+        dropped: [T] bool, tokens that are masked in addition to those masked by gate and correction; None = none.
     """
 
     objective: PolicyObjective

@@ -58,7 +58,7 @@ class Orchestration:
     optional_tools: ClassVar[tuple[str, ...]] = ()
     """Names of further tools that `follow` calls if the config sets them.
 
-    The attribute `tools` of an instance then includes them, and the tools of its agents (agents.<name>.tools)."""
+    The attribute `tools` of the Orchestration object then includes them, and the tools of its agents (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs, collected from episodes played before RL."""
 

@@ -55,7 +55,7 @@ def visible(text: str, starts_in_thought: bool = False) -> str | None:
 def strict_verdict(report: str) -> bool | None:
     """Return True/False for "correct"/"wrong" in the last line that is exactly `Verdict: correct|wrong`.
 
-    Any case; Markdown emphasis around the words and a full stop at the end are allowed.
+    Upper or lower case, Markdown emphasis around the words and a full stop at the end are allowed.
     """
     for line in reversed(report.splitlines()):
         line = line.strip()
@@ -83,7 +83,7 @@ def compat_report(text: str) -> str:
 
 
 def tagged_verdict(report: str) -> bool | None:
-    """Return True/False for approve/reject in the last `<verify>` tag that contains one of them, in any case (Dr. MAS)."""
+    """Return True/False for approve/reject in the last `<verify>` tag that contains one of them, ignoring case (Dr. MAS)."""
     found = _VERIFY_TAG.findall(report)
     return found[-1].lower() == "approve" if found else None
 
@@ -115,13 +115,13 @@ def drmas_is_valid(text: str) -> bool:
 
 
 def tagged(tag: str, text: str) -> str | None:
-    """Return the text between the last <tag> and the </tag> after it, in any case; None if there is none, or if blank."""
+    """Return the text between the last <tag> and the </tag> after it, ignoring case; None if it is missing or blank."""
     found = all_tagged(tag, text)
     return found[-1] or None if found else None
 
 
 def all_tagged(tag: str, text: str) -> list[str]:
-    """Return each text between a <tag> and the </tag> after it, in any case, without outer white space."""
+    """Return each text between a <tag> and the </tag> after it, ignoring case, without outer white space."""
     opened, texts = -1, []
     for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
         if not match[1]:
@@ -138,7 +138,7 @@ def route(text: str) -> bool | None:
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""Return the contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None if there is none, or if blank."""
+    r"""Return the contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None if it is missing or blank."""
     boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]  # 20 bounds the work on hostile text
     for match in reversed(boxes):
         depth = 0

@@ -1,4 +1,4 @@
-"""Draft model of an engine (EAGLE-3, arXiv:2503.01840): its folder, checked, and its size for the planner."""
+"""Draft model of an engine (EAGLE-3, arXiv:2503.01840): checks of its folder, and its size for the planner."""
 
 from __future__ import annotations
 

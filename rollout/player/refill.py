@@ -47,7 +47,8 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class RefillCounts:
-    """Counts since the last batch, for rollout.refill. A dead group is one whose rewards differ at most by penalties of form.
+    """Counts since the last batch, for rollout.refill. A live group is one whose rewards differ without penalties of
+    form (Spread.TASK); other groups are dead.
 
     problems: number of added problems. tokens: tokens decoded in counted groups of added problems.
     """

@@ -24,9 +24,8 @@ from marsrl.rollout.state import decode, encode
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: a lost engine loses at most this much
 _GRACE_S = 30.0  # extra time, in which an engine can report on its own that the deadline has passed
-_LONGEST_START = (
-    10  # a start, which loads and compiles, may take this multiple of the deadline while the process answers
-)
+# An engine's start, which loads and compiles, may take this multiple of the deadline while its process answers.
+_LONGEST_START = 10
 _PINGS = 10  # maximum pings within run.silence_s
 _CALLS_AT_ONCE = 4  # collect, one call in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, executed in the order of their calls

@@ -77,7 +77,7 @@ def _why_not(folder: Path) -> Iterator[str]:
         if not (folder / name).is_file():
             yield f"it has no {name}"
     if list((folder / "environment").glob("docker-compose.y*ml")):
-        yield "its environment is several containers (docker-compose.yaml); expected a Dockerfile or environment.docker_image"
+        yield "its environment has several containers (docker-compose.yaml); expected a Dockerfile or environment.docker_image"
     elif "docker_image" not in environment and not (folder / "environment/Dockerfile").is_file():
         yield "it has neither environment/Dockerfile nor environment.docker_image"
     for name, value in environment.items():

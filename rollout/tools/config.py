@@ -165,7 +165,7 @@ class OwnTool(ToolLimits):
     """A user's tool."""
 
     deterministic: bool = False
-    """equal arguments have equal outputs for the whole run, so that outputs may be cached (cache_mib)"""
+    """true: equal arguments have equal outputs for the whole run, so that outputs may be cached (cache_mib)"""
 
 
 class FunctionTool(OwnTool):

@@ -23,7 +23,8 @@ An engine over several GPUs splits the tensors into shards. A *shard* (EngineSha
 The local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this from
 shapes; the trainer uses it for the tensors it sends, and the engine for those it receives and computes with.
 
-A transfer without files (direct.py) sends every shard what it needs, by a plan that is a pure function of the ranks' boxes:
+A transfer without files (direct.py) sends every shard what it needs. Its plan is a pure function of the boxes (Box) that the
+ranks hold:
 
     plan_pieces  -> covers every need exactly once, from ranks that hold it          (replicas share the work)
     plan_buckets -> groups pieces into buckets of limited size, in one order that all sides follow

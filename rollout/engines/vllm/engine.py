@@ -88,7 +88,7 @@ class VllmEngine(Engine):
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        # Limit of requests in vLLM; the remaining seats are for scoring.
+        # Limit of decoding requests in vLLM; further seats are for scoring.
         self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
         self._ended: list[DecodeResult] = []  # results that ended while something was scored

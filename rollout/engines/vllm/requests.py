@@ -32,7 +32,7 @@ wait."""
 
 
 class RequestMaker:
-    """Builder of requests for one engine. draws: its sampler. max_model_len: prompt and completion together, tokens."""
+    """Builder of requests for one engine. draws: the engine's sampler. max_model_len: prompt and completion together, tokens."""
 
     def __init__(self, draws: Sampler, records: Records, *, max_model_len: int, vocab_size: int) -> None:
         self._draws, self._records = draws, records
@@ -151,7 +151,7 @@ class Scored:
     """
 
     def __init__(self, sequences: dict[str, IntArray], *, by_prefill: bool, top_k: int | None) -> None:
-        """Create from sequences [N] by vLLM's request ids."""
+        """Create from the token ids [N] of each sequence, by vLLM's request id."""
         self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
         self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
 
