@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_DTYPES = ("BF16", "F16", "F32")  # safetensors' names
+_DTYPES = ("BF16", "F16", "F32")  # names of dtypes in safetensors files
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
 # Keys of adapter_config.json (PEFT 0.21) and the values for which PEFT computes W x + (alpha / rank) B (A x), as verified with

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-# Bounds of counts and sizes: far above real use, far below a typo that adds a few zeros.
+# Bounds of counts and sizes: far above real use, but below a number that a typo gave a few more zeros.
 MOST = 1_000_000
 MOST_RANKS = 65_536  # processes, threads, GPUs
 MOST_TOKENS = 1 << 24  # per sequence
@@ -152,8 +152,8 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class TeacherConfig(Settings):
-    """agents.<name>.teacher: a larger model whose log-probabilities of the agent's tokens it is trained towards
-    (docs/teachers.md)."""
+    """agents.<name>.teacher: a larger model. The agent is trained towards the log-probs that the teacher gives to the
+    agent's tokens (docs/teachers.md)."""
 
     policy: str = Field(description="name under `policies` of a frozen policy with its own engines")
     coef: float = Field(1.0, gt=0, le=MOST)
@@ -178,7 +178,7 @@ class AgentConfig(Settings):
     system: Text | None = None
     """replaces the prompt set's system message; same placeholders (docs/prompts.md)"""
     suffix: Text | None = None
-    r"""text appended to the last user message, after the prompt set's: 'Put your answer in \boxed{}.'; same placeholders
+    r"""text after the last user message of the prompt set, such as 'Put your answer in \boxed{}.'; same placeholders
     (docs/prompts.md)"""
     temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
     top_p: PositiveShare = Field(
@@ -216,7 +216,7 @@ class AgentConfig(Settings):
     overlong: OverlongConfig | None = None
     """penalty on completions near or at their maximum length (docs/credit.md); null: none"""
     pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
-    """outputs of the previous agent that this agent reads (docs/concepts.md)"""
+    """rule that picks, among the outputs of the previous agent, those that this agent reads (docs/concepts.md)"""
     pick_unparsable: bool = False
     """also pick outputs without a readable answer; for a Corrector, also reports without a verdict if the Verifier's
     missing_verdict is wrong"""
@@ -234,10 +234,12 @@ Sampler = Literal["engine", "marsrl"]
 class VllmOptions(Settings):
     """Options passed to vLLM."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="dtype of the engine; default: the policy's dtype"
+    )
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
     kv_cache_mib: Size | None = None
-    """KV cache on each GPU of an engine, MiB; default: vLLM decides (GPU), 256 (CPU)"""
+    """size of the KV cache on each GPU of an engine, MiB; default: chosen by vLLM on GPUs, 256 on CPUs"""
     gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory that vLLM may take")
     tensor_parallel: Ranks = 1
     """GPUs of one engine, all on one host, that split every matrix (on a CPU: processes)"""
@@ -247,8 +249,8 @@ class VllmOptions(Settings):
     """engine: vLLM's sampler, one seed per request (on GPUs: Model Runner V2, async scheduling). marsrl: our sampler, whose
     draws repeat bitwise in any batch (on GPUs: Model Runner V1). auto: engine on GPUs, marsrl on CPUs"""
     draft_tokens: int = Field(0, ge=0, le=32)
-    """GPUs: tokens proposed at once, by draft_model or n-gram lookup of the last five tokens; the policy accepts or rejects
-    them, which keeps its distribution; 0: off (docs/weight_sync.md)"""
+    """on GPUs: number of tokens proposed at once, by draft_model or by n-gram lookup of the last five tokens; the policy
+    accepts or rejects them, which keeps its distribution; 0: off (docs/weight_sync.md)"""
     draft_model: str | None = None
     """folder of an EAGLE-3 draft for the policy's model: it proposes the draft_tokens, and is not trained
     (docs/weight_sync.md)"""
@@ -342,7 +344,9 @@ class RolloutConfig(Settings):
     join_s: Seconds = 600.0
     """maximum wait for hosts with room for the engines: at startup with ray_address=here, and when a policy's only engine
     is lost with its host (docs/clusters.md)"""
-    object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
+    object_store_mib: int = Field(
+        256, ge=80, le=MOST_MIB, description="size of the object store of a cluster started here, MiB"
+    )
     prompts_per_step: Count = Field(8, description="new problems per stage; with stage_size=total, the maximum")
     stage_size: Literal["new", "total"] = "new"
     """new: every stage starts prompts_per_step new problems. total: carried-over samples, of any agent, replace new ones, so

@@ -30,7 +30,7 @@ class Counting:
     """Rule by which groups are counted.
 
     spread_of: compares the rewards of groups that are trained together. agent: agent whose groups are counted, each when it
-    closes; None: count rollout instances, each when it ends with all its groups. rest: data.rest.
+    closes; None: count rollout instances, each with all its groups when the instance ends. rest: data.rest.
     """
 
     spread_of: Callable[[Sequence[Group]], Spread]

@@ -79,7 +79,8 @@ def read_judgement(text: str) -> Judgement:
 
     Strict: exactly one line must be the field `correct`, with only yes or no as value (in upper or lower case; Markdown around it
     and a full stop are allowed). The other fields may occur once, and extracted_final_answer and reasoning only before it. So a
-    judge that copies fields from its input is rejected. Raises Unreadable if the completion breaks these rules."""
+    judge that copies fields from its input is rejected. Raises Unreadable if the completion breaks these rules.
+    """
     fields: dict[str, str] = {}
     # NFKC makes full-width colons ASCII; only \n ends a line.
     for line in unicodedata.normalize("NFKC", text).split("\n"):

@@ -63,8 +63,8 @@ class Rendezvous:
 
     num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a longer wait aborts the transfer.
-    sends_deltas: True if a message is its length in bytes (8 bytes), followed by a whole bucket or by a delta (delta.py), which
-        has another length than the bucket.
+    sends_deltas: True if each message begins with its length (8 bytes), which is followed by a whole bucket or by a shorter delta
+        (delta.py). False if each message is a whole bucket.
     """
 
     session: str

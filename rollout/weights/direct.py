@@ -268,7 +268,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's parts of the checksums of distinct shards. has_all: True if everything was sent."""
+    """One rank's parts of the checksums of distinct shards. has_all: True if the transfer has not broken on this rank."""
 
     totals: list[dict[str, int]]
     has_all: bool

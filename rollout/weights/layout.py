@@ -131,9 +131,9 @@ def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EngineShard:
-    """Part number `part` of the `parts` parts of a model, held by one worker of an engine; by default the whole model.
+    """Part `part` of a model that is split into `parts` parts; a worker of an engine holds it. Default: the whole model.
 
-    kv_parts: number of shards of the key and value heads: fewer than parts if several parts hold the same head.
+    kv_parts: number of parts of the key and value heads; it is less than `parts` if several parts hold the same head.
     spreads_experts: each expert is whole in one part, instead of split over all.
     """
 

@@ -237,7 +237,9 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     held = getattr(module, attribute)
     received = received.to(held.device)
     if is_fp8(module, attribute):
-        return checksum(received) if holds(module, attribute, received) else ~checksum(held)  # inverted: see below
+        return (
+            checksum(received) if holds(module, attribute, received) else ~checksum(held)
+        )  # inverted, as explained below
     if attribute in ("w13_weight", "w2_weight"):
         if held.device.type != "cpu":
             return checksum(held)
