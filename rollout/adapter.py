@@ -34,7 +34,7 @@ _DTYPES = ("BF16", "F16", "F32")  # names of dtypes in safetensors files
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
 # Keys of adapter_config.json (PEFT 0.21) and the values for which PEFT computes W x + (alpha / rank) B (A x), as verified with
-# PEFT's models. A key that is neither here nor in the next table must be null, false or empty.
+# PEFT's models. A key that is neither here nor in _BESIDE_TENSORS must be null, false or empty.
 _PLAIN: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
@@ -44,7 +44,7 @@ _PLAIN: Mapping[str, Sequence[object]] = {
 }
 _BESIDE_TENSORS = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters",  # checked against the tensors
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors' names decide
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors' names decide instead
     "lora_dropout", "inference_mode", "ensure_weight_tying",  # no effect on tensors
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
     # PEFT reads these only if init_lora_weights or use_qalora asks for them.
@@ -307,8 +307,8 @@ def held_by_shard(
             continue
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         yield f"{name}.lora_A.weight", a[:, box.start[2] : box.end[2]].to(dtype)
-        # For experts, compute alpha / rank as readers of alpha_pattern do; another order of operations may differ in the last
-        # bit.
+        # For experts, compute alpha / rank in the same order of operations as readers of alpha_pattern do. Another order may
+        # give another last bit.
         scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
         yield f"{name}.lora_B.weight", b[box.start[1] : box.end[1]].to(dtype) * scale
 

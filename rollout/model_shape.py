@@ -110,7 +110,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model_dir)):
             hub = f"; to download it: hf download {model_dir} --local-dir {folder.name}"
         raise ValueError(f"model: {folder} is not a directory; expected a Hugging Face checkpoint directory{hub}")
-    if (folder / "adapter_config.json").is_file():  # transformers would load the adapter and its base
+    if (folder / "adapter_config.json").is_file():  # rejected, because transformers would load the adapter and its base
         raise ValueError(
             f"model: {folder} contains an adapter (adapter_config.json); expected a whole model: set `model` to the adapter's "
             "base and adapter.start to the adapter, or remove adapter_config.json if the weights here are whole"

@@ -132,7 +132,7 @@ class WorkerPool:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._command = ((str(memory_bytes), load, json.dumps(arguments)), environment)
-        self._idle: queue.LifoQueue[_WorkerProcess | None] = queue.LifoQueue()  # None: not started
+        self._idle: queue.LifoQueue[_WorkerProcess | None] = queue.LifoQueue()  # None: a worker that is not started yet
         for _ in range(number):
             self._idle.put(None)
         self._all: set[_WorkerProcess] = set()

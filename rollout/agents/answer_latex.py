@@ -32,7 +32,7 @@ _THOUSANDS = re.compile(
     r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)"
 )  # 10\,000, 10{,}000
 
-# NFKC alone would turn 10² into 102, 3½ into 31/2, and ℝ into R.
+# Replaced before NFKC normalisation, which would turn 10² into 102, 3½ into 31/2, and ℝ into R.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
@@ -40,7 +40,7 @@ _DELIMITED = re.compile(r"\s*(?:\$+([^$]+)\$+|\\\((.*)\\\)|\\\[(.*)\\\])\s*", re
 _BOXED = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)\s*\{[^{}]*\}\s*)\\times(?![a-zA-Z])")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 3 x 10^8
-# $5: the dollar sign is a currency, not a delimiter of mathematics.
+# A dollar sign before a number ($5) is a currency, not a delimiter of mathematics.
 _DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")
 _LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
 

@@ -139,7 +139,8 @@ def route(text: str) -> bool | None:
 
 def boxed_answer(solution: str) -> str | None:
     r"""Return the contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None if it is missing or blank."""
-    boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]  # 20 bounds the work on hostile text
+    # Try only the last 20 boxes, which bounds the work on hostile text.
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]
     for match in reversed(boxes):
         depth = 0
         position = match.end() - 1

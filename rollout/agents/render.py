@@ -76,7 +76,8 @@ class ChatRenderer:
             raise ValueError(f"{directory}: the tokenizer has no chat template; add chat_template.jinja")
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
         if self._fast is not None:
-            self._fast.encode_special_tokens = True  # like split_special_tokens: splits control words in a text
+            # Splits control words in a text, like the wrapper's option split_special_tokens.
+            self._fast.encode_special_tokens = True
         self._unknown_id: int | None = self._tokenizer.unk_token_id
         # Control words are all added tokens, not only those marked special: <think> and <tool_call> affect parsing too.
         # Runs of spaces and plain words have no such effect, and stay in contents.
@@ -89,7 +90,7 @@ class ChatRenderer:
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        # Some tokens absorb adjacent white space (Phi-3's).
+        # Some tokens, such as those of Phi-3, absorb adjacent white space.
         self._take_left = {token.content for token in added.values() if token.lstrip}
         self._take_right = {token.content for token in added.values() if token.rstrip}
         self._longest = max(map(len, words), default=0)
@@ -116,7 +117,7 @@ class ChatRenderer:
         self._put_around = self._added_around("7")
         self._has_written_end = written is not None
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
-        # A team's prompts repeat instructions, problems and the template's text.
+        # Cached, because a team's prompts repeat instructions, problems and the template's text.
         self._encode_text = lru_cache(_LATEST_TEXTS)(self._encoded)
 
     def render(
@@ -234,7 +235,7 @@ class ChatRenderer:
             )
         if not marks:
             return True
-        is_answer = answered[-1]["role"] == "assistant"  # an empty one may be omitted
+        is_answer = answered[-1]["role"] == "assistant"  # the template may omit an empty answer
         num_asked = len(answered) - is_answer
         held, shown = (self._applied(each, tools, template_options) for each in (turns[:num_asked], turns))
         return all(
@@ -394,7 +395,7 @@ class ChatRenderer:
         return self._texts([numbers])[0]
 
     def _texts(self, numbers: list[list[int]]) -> list[str]:
-        # The wrapper checks every id again in Python; a single decode() holds the GIL.
+        # Avoid the wrapper, which checks every id again in Python, and single calls of decode(), which hold the GIL.
         if self._fast is not None:
             texts: list[str] = self._fast.decode_batch(numbers, skip_special_tokens=False)
             return texts

@@ -153,7 +153,7 @@ class OpenAIEngine(Engine):
             # Open servers search for `stop` in text without special tokens.
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         else:
-            # The server's tokenizer adds BOS to a text, so it must not be sent too.
+            # The server's tokenizer adds BOS to a text, so the text must not begin with BOS.
             body["prompt"] = self._renderer.prompt_text(self._renderer.without_first(request.token_ids))
         body |= self._options.extra_body
         return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
@@ -167,7 +167,7 @@ class OpenAIEngine(Engine):
         elif len(ids) == 0:
             raise Refused("the response has no text, and finish_reason is 'length'; expected a completion")
         usage = None
-        if isinstance(parsed, _ChatAnswer):  # the server alone counts tokens
+        if isinstance(parsed, _ChatAnswer):  # our token ids are not those of the server, so take its counts
             usage = None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
         elif len(ids) > request.max_new_tokens:  # our encoding may have more tokens than the server's
             ids, is_whole = ids[: request.max_new_tokens], False
@@ -207,7 +207,7 @@ def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, s
         if not is_whole:
             break
         if role == "system" and messages and messages[-1]["role"] == role:
-            # The template writes tools as a system message before the team's.
+            # The template writes the tools as a system message, before the system message of the team.
             messages[-1]["content"] += f"\n\n{content}"
         else:
             messages.append({"role": role, "content": content})

@@ -75,7 +75,7 @@ def names_other_hosts(ray_address: str | None) -> bool:
 def is_this_host(address: str) -> bool:
     """Return True if host:port (or ray://host:port, or Ray's `auto`) is an address of this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
-    return not host or address_here(host) is not None  # auto: the cluster running here
+    return not host or address_here(host) is not None  # no host: Ray's `auto`, the cluster on this machine
 
 
 def address_here(host: str) -> str | None:

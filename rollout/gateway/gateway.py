@@ -58,8 +58,8 @@ class Gateway:
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # running sessions, by key
         self._workers: dict[str, float] = {}  # time of each worker's last request, or deadline for its first
-        self._last_error = ""  # a session's last error
-        self._over: dict[str, list[str]] = {}  # by worker: keys of ended sessions that the worker may abandon
+        self._last_error = ""  # error text of the session that failed last
+        self._over: dict[str, list[str]] = {}  # keys of ended sessions that a worker may abandon, by worker
 
     # Called by the player.
 

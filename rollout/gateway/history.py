@@ -101,9 +101,8 @@ class History:
     """Answered chats and prompts of a session; see the module."""
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # ends of answers, by digest of the chat
-    _strands: dict[str, list[Strand]] = field(
-        default_factory=dict
-    )  # by agent; only of clients that send tokens or text
+    # Samples by agent; only those of clients that send tokens or text.
+    _strands: dict[str, list[Strand]] = field(default_factory=dict)
     _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
 
     def find(

@@ -92,7 +92,7 @@ class Prefixes:
 
 
 def _key(strand: Strand) -> bytes:
-    return strand.token_ids.tobytes()  # any order in which strands with a common prefix are neighbours
+    return strand.token_ids.tobytes()  # any key works that sorts strands with a common prefix next to each other
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -265,7 +265,7 @@ class Lineages:
         if ask.messages:
             self._begun[strand].lineage.chat = [*ask.messages, message]
         text = message["content"].rpartition(THINK_CLOSE)[2].strip()
-        if len(text) >= _PIECE:  # Programs take summaries out of tags, or cut them.
+        if len(text) >= _PIECE:  # Excerpts are searched, because programs take summaries out of tags, or cut them.
             starts = (0, (len(text) - _PIECE) // 2, len(text) - _PIECE)
             self._latest.append((number, ask, [text[start : start + _PIECE] for start in starts]))
 

@@ -70,7 +70,7 @@ APIS = {
     "/inference/v1/generate": Api(
         completions_api.read_generate,
         completions_api.generate_reply,
-        completions_api.completion_events,  # never streams
+        completions_api.completion_events,  # unused: this API never streams
     ),
 }
 
@@ -286,6 +286,6 @@ def open_gateway(
         try:
             yield gateway
         finally:
-            with suppress(RuntimeError):  # closed, because the gateway has failed
+            with suppress(RuntimeError):  # raised if the loop is closed, because the gateway has failed
                 loop.call_soon_threadsafe(stopping.set)
             thread.join()

@@ -285,7 +285,7 @@ class Session:
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
-            new = new if strand is None else new.removeprefix(strand.stop)  # the sample already has its tokens
+            new = new if strand is None else new.removeprefix(strand.stop)  # the sample already has its stop string
             new = await _rendered(agent, agent.renderer.encode_trusted, new)
         text = prompt if isinstance(prompt, str) else None
         if strand is None:

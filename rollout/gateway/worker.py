@@ -136,7 +136,7 @@ class Worker:
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
-        self._lock = threading.Lock()  # guards the next field
+        self._lock = threading.Lock()  # guards _open
         # Functions that end running sessions, by key. A key may occur twice.
         self._open: dict[str, Callable[[], Any]] = {}
         self._loop = asyncio.new_event_loop()  # event loop for async functions

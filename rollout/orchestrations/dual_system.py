@@ -21,7 +21,7 @@ from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # separator of outputs in a bin
-_PACKED = 1024  # calls whose bins are cached, one per episode; enough for MARS's 32 x 16 episodes of two steps
+_PACKED = 1024  # calls whose bins are cached; enough for one call in each of MARS's 32 x 16 episodes of two steps
 _READ_ITSELF = ("python",)  # tools whose output System 2 reads directly
 
 

@@ -142,7 +142,7 @@ class VerifierCorrector(Orchestration):
         return self.evaluate.compat == "marsrl"
 
     def _after_solution(self, episode: Episode, loop: Loop, sample: Sample) -> Ask | None:
-        # The script checks only the finish reason.
+        # The published script checks only the finish reason.
         is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
             loop.final = loop.best(self.is_script)
@@ -175,7 +175,7 @@ class VerifierCorrector(Orchestration):
         if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             return episode.ask(corrector, current.sample, report)
-        # Ask the Verifier again: to confirm, or because there is no report for a Corrector.
+        # Ask the Verifier again, to confirm its verdict, or because it gave no report for a Corrector.
         return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
 
 

@@ -205,7 +205,8 @@ class Player:
                 self._decoding[request.uid] = completion, request
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
-            version = 0 if name in self.team.adapters else self.versions[name]  # base weights of adapters do not change
+            # The base weights under adapters do not change.
+            version = 0 if name in self.team.adapters else self.versions[name]
             self.team.pools[name].submit(requests, version=version, at_once=self._in_step)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
@@ -399,7 +400,7 @@ class Player:
             if self._sessions is not None:
                 self._sessions.begin(episode)
             tools = self.team.gateway or self.team.tools
-            assert tools is not None  # otherwise Team.follow rejects calls
+            assert tools is not None  # without tools, Team.follow rejects calls
             future = tools.submit(call)
             self._calling[future] = episode, call
             future.add_done_callback(self._answered.append)

@@ -23,7 +23,7 @@ from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 
-_COLLECT_S = 0.1  # timeout of one collect, for which a call of the trainer may have to wait
+_COLLECT_S = 0.1  # timeout of one collect; a call by the trainer may have to wait this long
 _PROGRESS_S = 0.2
 _IDLE_S = 0.02  # pause if nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are working
 
@@ -72,7 +72,7 @@ class Rollout:
 
         Raises RuntimeError: the thread has failed; its error is the cause.
         """
-        if self._thread is None:  # first call; later, `resting` resumes decoding
+        if self._thread is None:  # resume here only in the first call; later, `resting` resumes decoding
             self.stages.resume(versions)
             if self._is_beside:
                 self._thread = threading.Thread(target=self._run, name="marsrl-rollout", daemon=True)
@@ -131,7 +131,8 @@ class Rollout:
 
     def _take(self) -> StepBatch | None:
         """Return a batch, or None after a while without one."""
-        for pool in self._pools.values():  # replaced engines get weights here, since only this thread may send
+        # Replaced engines get their weights here, since only this thread may send them.
+        for pool in self._pools.values():
             pool.give_weights()
         if not self._is_beside:
             if (batch := self.stages.take()) is None:

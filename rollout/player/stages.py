@@ -134,9 +134,9 @@ class Stages:
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
         self._counting = counting
-        # With sessions of programs, a stage ends with the episodes that it began.
+        # True if programs play sessions. A stage then ends when the episodes that it began end.
         self._plays_sessions = team.orchestration.plays_sessions
-        # True if a stage ends with all samples that it began, so that the engines rest in between.
+        # True if a stage ends when all samples that it began end, so that the engines rest between stages.
         self.in_step = config.overlap == 0 and not self._plays_sessions
         # Completions, or ids of episodes, that each running stage waits for, oldest first.
         self._awaited: deque[set[Completion | str]] = deque()
@@ -146,7 +146,7 @@ class Stages:
         # Lengths in tokens of each agent's latest finished completions, latest last; 0: an entry without a completion yet.
         self._lengths: dict[str, IntArray] = defaultdict(lambda: np.zeros(_MOST_LENGTHS, np.int32))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
-        # Called with an episode's id when it begins, and again (True) when it ends.
+        # Called with (episode's id, False) when an episode begins, and with (id, True) when it ends.
         self.on_episode: Callable[[str, bool], None] | None = None
 
     @property
@@ -196,7 +196,7 @@ class Stages:
         self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
         self._num_wanted = self.state.num_taken
         if self._counting is None or not self._counting.rest:
-            self.state.resting.clear()  # data.rest is off now
+            self.state.resting.clear()  # data.rest has been turned off since the checkpoint
         self.player.counts.update(self.state.counts)
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
         self.player.restore(self.state.open, episodes)
@@ -232,7 +232,8 @@ class Stages:
             more["experts_from"] = 0 if recorded is None else len(recorded)
         if not self.in_step:
             lengths = self._lengths[agent]
-            longer = lengths[lengths > known]  # the longest are sent first
+            # Predict the length from completions that were longer, so that pools can send the longest requests first.
+            longer = lengths[lengths > known]
             expected = int(longer.sum()) / len(longer) - known if len(longer) else None
             more["expected_new_tokens"] = None if expected is None else min(expected, max_new_tokens)
         seed = derive_seed(self.seed, "decode", completion.uid, known)

@@ -125,6 +125,6 @@ def make_openai_pool(
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
-    most = None if options.api == "chat" else max_model_len  # only a chat server counts tokens by itself
+    most = None if options.api == "chat" else max_model_len  # with api=chat, only the server knows the number of tokens
     engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=most)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)

@@ -34,7 +34,8 @@ class EngineThread:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._executor = ThreadPoolExecutor(1, "marsrl-engine")  # one thread: vLLM uses one CUDA stream per thread
+        # A single thread, because vLLM uses one CUDA stream per thread.
+        self._executor = ThreadPoolExecutor(1, "marsrl-engine")
         self._changed = threading.Condition()  # guards the fields below
         self._began: dict[str, float] = {}  # start times of requests under way, by uid, seconds
         self._gathered: list[DecodeResult] = []

@@ -96,7 +96,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self.engines = list(range(len(replicas)))
         self.generation = 0
         self._absent: list[int] = []  # lost replicas for which no host has room
-        self._look_at = 0.0  # time of the next attempt to place them
+        self._look_at = 0.0  # time of the next attempt to place absent replicas
         self.busy_s = 0.0
         self._dispatch = Dispatcher(len(replicas), slots)
         self._recovery = Recovery(replicas, name, most_restarts, self._tell)
@@ -247,7 +247,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._look_for_places()
         busy = self._dispatch.busy
         if not busy and not self._over:
-            if self.num_under_way:  # wait for replicas without weights
+            if self.num_under_way:  # requests wait for replicas that have no weights yet
                 time.sleep(min(timeout_s, _DRAIN_S))
                 self._send()
             return []
@@ -334,7 +334,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._wake("weights")
         receipts = self._call("update_weights", (update,))
         self._recovery.note_weights(update, receipts[0].checksums)
-        self._wake("kv_cache")  # the probe needs it
+        self._wake("kv_cache")  # the probe that checks the new weights needs the cache
         return receipts
 
     def update_adapters(self, updates: Sequence[AdapterUpdate]) -> list[list[WeightReceipt]]:

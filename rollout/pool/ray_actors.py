@@ -27,7 +27,7 @@ _GRACE_S = 30.0  # extra time, in which an engine can report on its own that the
 # An engine's start, which loads and compiles, may take this multiple of the deadline while its process answers.
 _LONGEST_START = 10
 _PINGS = 10  # maximum pings within run.silence_s
-_CALLS_AT_ONCE = 4  # collect, one call in the engine's thread, num_decoded, is_there
+_CALLS_AT_ONCE = 4  # calls that may run at once: collect, one in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, executed in the order of their calls
 
 
@@ -57,7 +57,7 @@ class EngineActor:
         """Answer a ping, whatever else is under way."""
 
     def num_decoded(self) -> int:
-        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # still being built
+        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # 0 while the engine is still being built
 
     @ray.method(concurrency_group=_REQUESTS)
     def submit(self, requests: bytes, version: int) -> None:

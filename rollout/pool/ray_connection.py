@@ -213,7 +213,8 @@ def _join(address: str, timeout_s: float) -> None:
                 "it to use this machine only"
             ) from error
     try:
-        with environment(RAY_gcs_server_port_wait_time_s="1"):  # one attempt, of some 40 s, instead of 20
+        # Limit joining to one attempt, which takes about 40 s; the default is 20 attempts.
+        with environment(RAY_gcs_server_port_wait_time_s="1"):
             ray.init(address=address, log_to_driver=False, configure_logging=False)
     except Exception as error:
         raise RuntimeError(

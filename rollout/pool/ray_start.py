@@ -29,7 +29,7 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        # as Ray does, so that the port of a cluster that has just ended is usable
+        # Set the option as Ray does, so that the port of a cluster that has just ended can be used.
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))
@@ -54,7 +54,8 @@ def own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # only the main thread may set a handler, also in Ray
+        # Neither Ray nor this function can set a handler in another thread.
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

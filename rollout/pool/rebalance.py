@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from marsrl.rollout.pool.pool import EnginePool
 
 _OFF_BY = 2.0  # minimum ratio of the highest to the lowest load
-_LEAST_S = 1.0  # minimum of the highest load, to be significant
+_LEAST_S = 1.0  # a move is considered only if the highest load is at least this
 _SHORTER = 0.9  # maximum decoding time after a move, relative to the time before it
 _STAGES = 2  # stages in a row with the same best move
 

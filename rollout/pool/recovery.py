@@ -45,7 +45,7 @@ class Recovery:
     def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # current weights; None before the first update
-        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard; equal for all engines
+        self._checksums: Sequence[Mapping[str, int]] = ()  # checksums of each shard, equal for all engines
         # {adapter: (current weights, checksums of each shard)}
         self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}
         self.num_restarts = 0

@@ -47,7 +47,7 @@ Judge the answer as instructed: the four lines, and nothing else."""
 
 _SEVERAL = "Any one of these is right:\n"
 
-_MARKS = r"[\s*_`#>-]*"  # Markdown around a field's name: list, quotation, heading, emphasis and code
+_MARKS = r"[\s*_`#>-]*"  # Markdown allowed around a field's name: list, quotation, heading, emphasis and code
 _FIELD = re.compile(rf"{_MARKS}(extracted_final_answer|reasoning|correct|confidence){_MARKS}:(.*)", re.IGNORECASE)
 _YES_NO = re.compile(r"[\s*_`]*(yes|no)[\s*_`.]*", re.IGNORECASE)
 _LONGEST_LINE = 4096  # characters at the start of a line in which a field is searched

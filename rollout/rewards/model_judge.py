@@ -180,7 +180,7 @@ class ModelJudge:
         """Set the reward once both the model's and the task's own judgement are available."""
         if model_judgement.cancelled():
             reward.cancel()
-            reward.set_running_or_notify_cancel()  # notifies those waiting for it
+            reward.set_running_or_notify_cancel()  # notifies threads that wait for the reward
             return
         why_none = model_judgement.exception()
         if why_none is None:
@@ -226,7 +226,7 @@ class ModelJudge:
                 judgement = await self._drawn(key, purpose)
             return judgement
         except TimeoutError:
-            if not limit.expired():  # the engines timed out, not this block
+            if not limit.expired():  # the engines raised it, not this time limit
                 raise
             raise Unreadable(f"no judgement within judge.timeout_s = {self.config.timeout_s:g} s") from None
         finally:

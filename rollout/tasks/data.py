@@ -233,7 +233,7 @@ def data_files(path: Path) -> list[Path]:
             split_of = {file: name for file in files if (name := _SHARD.sub("", file.stem)) in _SPLITS}
             split = _split(path, sorted({*split_of.values()})) if split_of else None
             return [file for file in files if split_of.get(file, split) == split]
-    # Two levels: searching all of a home or a disk would take minutes.
+    # Search only two levels: searching a whole home directory or disk would take minutes.
     below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
     folders = sorted({file.parent for pattern in below for file in path.glob(pattern)})
     known = f"; set one of the folders below it that have some: {', '.join(map(str, folders[:8]))}" if folders else ""

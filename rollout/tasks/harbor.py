@@ -40,7 +40,7 @@ _SUPPORTED = {
     "workdir",
     "env",
 }
-_SUPPORTED |= {"storage_mb"}  # accepted but not applied: Docker's usual storage cannot limit a single container
+_SUPPORTED |= {"storage_mb"}  # accepted but not applied, because Docker's usual storage cannot limit a single container
 _SPARE_S = 300  # seconds beyond its timeouts after which a container ends by itself, if its session was killed
 _MOST_SHOWN = 2000
 

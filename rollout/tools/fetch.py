@@ -145,7 +145,7 @@ def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
     try:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host
-    except (httpx.InvalidURL, ValueError) as error:  # ValueError: from IDNA or ports
+    except (httpx.InvalidURL, ValueError) as error:  # an invalid IDNA name or port raises ValueError
         raise Refused(f"it is not a valid address: {error}"[:200]) from None
     if address.scheme not in ("http", "https") or not host:
         raise Refused("its address must begin with http:// or https://")

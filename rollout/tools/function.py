@@ -93,7 +93,7 @@ def _reader(signature: str, function: Callable[..., Any]) -> tuple[TypeAdapter[d
 
     arguments.__annotations__ = {**function.__annotations__, "return": dict[str, Any]}
     try:
-        # TypeAdapter accepts functions too
+        # The type hints of TypeAdapter omit functions, which it accepts.
         reader: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
         return reader, reader.json_schema(schema_generator=_WithoutTitles)
     except (PydanticUserError, NameError, TypeError) as error:

@@ -189,6 +189,6 @@ def _text(value: object, key: str) -> str:
     text = _below(value, key)
     if not isinstance(text, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    # Tags first: escaped ones are the page's own text.
+    # Remove tags before unescaping: escaped tags are the page's own text.
     plain = html.unescape(_MARKUP.sub("", text or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

@@ -25,7 +25,7 @@ from marsrl.rollout.weights.layout import Box, ShardLayout, whole_box
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-_WORDS = 1 << 15  # words per round of the PyTorch form: 256 KiB, fits in a CPU core's L2 cache
+_WORDS = 1 << 15  # words per round of the PyTorch form; 256 KiB fit in the L2 cache of a CPU core
 _WORDS_CUDA = 1 << 24
 
 
@@ -88,7 +88,7 @@ def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
     elif rows < num_rows and matrices > 1:
         runs, stride = matrices, num_rows * num_cols * size
     data = block.detach().contiguous().view(-1).view(torch.uint8)
-    if runs == 1 and len(data) % 8 and first + len(data) == whole.num_elements * size:  # the tensor's last word
+    if runs == 1 and len(data) % 8 and first + len(data) == whole.num_elements * size:  # incomplete last word
         data = torch.cat([data, data.new_zeros(-len(data) % 8)])
     length = len(data) // runs
     if first % 8 or length % 8 or stride % 8:

@@ -214,7 +214,7 @@ class GroupConnection:
         self._buffer: Tensor | None = None
         if member >= self._rendezvous.num_ranks:
             store.set(f"member{member}")
-        for shard in range(self._rendezvous.num_shards):  # an incomplete group cannot be aborted
+        for shard in range(self._rendezvous.num_shards):  # wait for all shards: an incomplete group cannot be aborted
             store.wait(f"member{self._rendezvous.num_ranks + shard}")
         self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
@@ -226,9 +226,8 @@ class GroupConnection:
         """Return the next message of a trainer rank, [num_bytes] uint8."""
         if self._buffer is None:
             self._buffer = torch.empty(self._rendezvous.num_bytes, dtype=torch.uint8, device=self._device)
-            _finish(
-                self._device
-            )  # wait, because the engine's stream may still use this memory, and the stream of _move would not wait
+            # Wait here, because the engine's stream may still use this memory, and the stream of _move would not wait for it.
+            _finish(self._device)
         flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat

@@ -166,7 +166,7 @@ def _locked(folder: Path) -> int:
     """Return a descriptor holding the folder's lock. FileNotFoundError: no such folder."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # a file system without locks: leftovers cannot be recognised
+        with suppress(OSError):  # raised by a file system without locks, where leftovers cannot be recognised
             fcntl.flock(lock, fcntl.LOCK_EX)
         folder.stat()
     except BaseException:

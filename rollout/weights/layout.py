@@ -190,7 +190,7 @@ def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = Eng
         row, first = 0, shapes[names[0]]
         for name in names:
             has = shapes[name]
-            if whole_box(has).shape[::2] != whole_box(first).shape[::2]:  # matrices, columns
+            if whole_box(has).shape[::2] != whole_box(first).shape[::2]:  # compare matrices and columns, but not rows
                 raise ValueError(
                     f"weights: {name} has shape {list(has)}, but another part of {fused} has {list(first)}; expected the same "
                     "columns"

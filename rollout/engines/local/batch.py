@@ -34,7 +34,7 @@ class Row:
     finish: Finish | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[IntArray] = field(default_factory=list)  # kept ids at each position, if requested
+    kept: list[IntArray] = field(default_factory=list)  # ids kept by top_k and top_p at each position, if requested
 
     def result(self, version: int, error: str = "") -> DecodeResult:
         return DecodeResult(

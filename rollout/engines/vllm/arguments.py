@@ -97,7 +97,8 @@ def vllm_environment(
         # and V2's draws, which return log-probs of the truncated distribution, do not use it.
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if quantises:
-            environment["VLLM_USE_DEEP_GEMM"] = "0"  # DeepGEMM would round scales to powers of two, and weights again
+            # DeepGEMM would round scales to powers of two, and then round weights again.
+            environment["VLLM_USE_DEEP_GEMM"] = "0"
             # Makes scales exact to the last bit (worker_fp8.quantised).
             environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"
     if threads is not None:
@@ -123,7 +124,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "quantization": "fp8_per_block" if options.quantization else None,
         "quantization_config": {"ignore": ["*.mlp.gate"]}
         if options.quantization
-        else None,  # routers stay in full precision
+        else None,  # routers are not quantised
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the checkpoint's suggested sampling
         "disable_log_stats": True,
@@ -159,7 +160,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
             # Off, as on CPUs, where DrawTokens is tested. V1 waits for a logits processor's tokens anyway.
             arguments["async_scheduling"] = False
         return arguments
-    arguments = {"logprobs_mode": "processed_logprobs"}  # of the truncated distribution
+    arguments = {"logprobs_mode": "processed_logprobs"}  # log-probs of the truncated distribution
     if records.kept_tokens:
         arguments["return_sampling_mask"] = True
     if records.experts:

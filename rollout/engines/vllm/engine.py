@@ -102,7 +102,7 @@ class VllmEngine(Engine):
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
         self._rendezvous = Path(rendezvous) if rendezvous else None
         if spec.vllm.tensor_parallel == 1:
-            self._forget_rendezvous()  # several workers may still create groups through it
+            self._forget_rendezvous()  # kept with several workers, which may still create groups through it
         model = self._llm.model_config
         self._vocab_size, self._num_experts = int(model.get_vocab_size()), int(model.get_num_experts())
         self._maker = RequestMaker(
@@ -182,7 +182,7 @@ class VllmEngine(Engine):
 
     def _scored(self, sequences: Sequence[IntArray], names: Sequence[str], *, by_prefill: bool) -> Scored:
         """Score sequences, each with the adapter of this name, without interrupting other requests."""
-        top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM then requires draws, and a top_k
+        top_k = self._vocab_size if self._spec.records.kept_tokens else None  # required if vLLM records kept tokens
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
         for request in scoring.requests([self._adapters.get(name) for name in names]):
@@ -230,7 +230,7 @@ class VllmEngine(Engine):
         from vllm.lora.request import LoRARequest
 
         number = 1 + list(self._spec.adapters).index(name)
-        # load_inplace only here: on a request, vLLM would reread the file at every step.
+        # Requests get a LoRARequest without load_inplace, with which vLLM would read the file again at every step.
         self._llm.llm_engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         self._adapters[name] = LoRARequest(name, number, path)
         return number
@@ -313,7 +313,7 @@ class VllmEngine(Engine):
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            # An adapter that was never loaded raises KeyError: with None, the bare base would answer instead.
+            # Raise KeyError for an adapter that was never loaded. With None, the base model would answer instead.
             adapter = self._adapters[request.adapter] if request.adapter else None
             self._core.add_request(self._maker.made(key, request, adapter))
             self._under_way[key] = _Running(key, request)
@@ -336,7 +336,7 @@ class VllmEngine(Engine):
         keeps_told = records.experts or (records.kept_tokens and is_drawn)
         for output in outputs:
             running = self._under_way.get(output.request_id)
-            if running is None:  # scored, or aborted during the step
+            if running is None:  # a request that is scored, or was aborted during the step
                 if self._scoring is not None:
                     self._scoring.take(output)
                 continue
@@ -346,7 +346,8 @@ class VllmEngine(Engine):
             running.num_steps += bool(output.new_token_ids)
             self._num_decoded += len(output.new_token_ids)
             if is_drawn and output.new_logprobs is not None:
-                running.logprobs.extend(output.new_logprobs.logprobs[:, 0])  # the first is the drawn token's
+                # Column 0 has the log-probs of the drawn tokens.
+                running.logprobs.extend(output.new_logprobs.logprobs[:, 0])
             if keeps_told:
                 running.told.append(output)
             if output.finish_reason is not None:
@@ -372,7 +373,7 @@ class VllmEngine(Engine):
                     finish=ended[each.key],
                     version=self._versions[each.request.adapter],
                     num_cached_tokens=each.num_cached_tokens,
-                    # A step returns accepted tokens, and one that the policy draws.
+                    # Each step returns the accepted draft tokens and one token that the policy draws.
                     num_accepted=len(each.token_ids) - each.num_steps if self._spec.vllm.draft_tokens else None,
                     routed_experts=self._experts(each),
                     kept_tokens=kept if each.request.sampling.records_kept else None,

@@ -37,7 +37,7 @@ class RequestMaker:
     def __init__(self, draws: Sampler, records: Records, *, max_model_len: int, vocab_size: int) -> None:
         self._draws, self._records = draws, records
         self._max_model_len, self._vocab_size = max_model_len, vocab_size
-        self._alike: dict[Sampling, SamplingParams] = {}  # validated once by vLLM; each request gets a copy
+        self._alike: dict[Sampling, SamplingParams] = {}  # arguments that vLLM has validated; each request gets a copy
 
     def why_not(self, request: DecodeRequest) -> str:
         """Explain why vLLM would reject the request, or return ""."""
@@ -120,7 +120,7 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
         "top_p": sampling.top_p,
         "top_k": top_k,
         "seed": request.seed,
-        "logprobs": 0,  # only of the sampled token
+        "logprobs": 0,  # log-prob of the sampled token only
     }
     if records.experts:
         place = request.experts_from

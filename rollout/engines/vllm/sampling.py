@@ -43,7 +43,7 @@ def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
     key: identifies the request's log-probs; unique among live requests.
     """
     sampling = request.sampling
-    # One string: vLLM walks the arguments several times per request.
+    # Packed into one string, because vLLM walks the arguments several times per request.
     drawn = [key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed, sampling.records_kept]
     return {_KEY: json.dumps(drawn)}
 
@@ -174,7 +174,7 @@ class DrawTokens(LogitsProcessor):
         of_rows = kept_ids(scaled, [row for row, _ in batch.recorded])
         for (row, kept), ids in zip(batch.recorded, of_rows, strict=True):
             place = len(batch.outputs[row])
-            del kept[place:]  # draws that vLLM discarded: chunked prefill, preemption
+            del kept[place:]  # draws that vLLM discarded, in chunked prefill or by preemption
             assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"
             kept.append(ids)
 

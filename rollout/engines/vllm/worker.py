@@ -190,7 +190,7 @@ def wait_asleep() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def note_read(condition: SpinCondition) -> None:
-        condition.last_read = -math.inf  # vLLM spins until `busy_loop_s` later
+        condition.last_read = -math.inf  # vLLM would spin until `busy_loop_s` after this time
 
     SpinCondition.record_read = note_read  # type: ignore[method-assign]
 
@@ -237,9 +237,8 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     held = getattr(module, attribute)
     received = received.to(held.device)
     if is_fp8(module, attribute):
-        return (
-            checksum(received) if holds(module, attribute, received) else ~checksum(held)
-        )  # inverted, as explained below
+        # Inverted if they differ, as for experts below.
+        return checksum(received) if holds(module, attribute, received) else ~checksum(held)
     if attribute in ("w13_weight", "w2_weight"):
         if held.device.type != "cpu":
             return checksum(held)
@@ -253,7 +252,7 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
         return checksum(received) if torch.equal(product.to(received.dtype), received) else checksum(product)
     held = held[: received.shape[0]]  # vLLM pads the vocabulary
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
-        return checksum(received)  # a kernel keeps the bias in float32
+        return checksum(received)  # the kernel keeps this tensor, a bias, in float32
     return checksum(held)
 
 

@@ -31,7 +31,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     *stack, rows, cols = weight.shape
     strip = max(1, _AT_ONCE // (FP8_BLOCK * cols)) * FP8_BLOCK
     if stack and rows % FP8_BLOCK:
-        strip = rows  # a block does not continue in the next matrix
+        strip = rows  # split between matrices, because a block must not continue in the next matrix
     numbers, scales = zip(*map(_rounded, weight.reshape(-1, cols).split(strip)), strict=True)
     return torch.cat(numbers).view(weight.shape), torch.cat(scales).view(*stack, -(-rows // FP8_BLOCK), -1)
 

@@ -19,7 +19,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     tokenizer, task_options = "arithmetic", ArithmeticOptions
     judged = (Role.SOLVER, Role.VERIFIER)
     slip_first = 0.03  # share of wrong lines in phase 1
-    hard_claims = 0.5  # share of the Verifier's inputs with many slips; with a smaller share, some seeds learn to copy
+    hard_claims = 0.5  # share of the Verifier's inputs with many slips; with less, policies of some seeds learn to copy
     slip_hard = 0.4  # share of wrong lines in inputs with many slips
     restate = 0.4  # share of corrections that keep the Solver's answer, whatever the report says
 

@@ -101,7 +101,7 @@ def run(code: str) -> int:
         text = "".join(traceback.format_exception(type(error), error, inner, limit=-_MOST_FRAMES))
         print(text if len(text) <= _MOST_ERROR_CHARS else f"{text[:1000]}\n...\n{text[1000 - _MOST_ERROR_CHARS :]}")
     if threading := sys.modules.get("threading"):
-        threading._shutdown()  # wait for its threads, as at the end of an interpreter
+        threading._shutdown()  # waits for the snippet's threads, as an interpreter does at its end
     return status & 0xFF
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     sys.stdout.flush()
     if os.getpid() == first:
         os.write(host, bytes([status]))
-        while True:  # wait: the host kills this process later, since exiting takes longer than many snippets
+        while True:  # the host kills this process later, since an exit takes longer than many snippets
             _signal.pause()
     os._exit(status)  # exits without cleanup: everything is discarded
 

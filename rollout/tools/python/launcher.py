@@ -33,7 +33,7 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # a thread counts as a process
+    "OMP_NUM_THREADS": "1",  # because each thread counts as a process in the limit
     "OPENBLAS_NUM_THREADS": "1",
 }
 _KERNEL_SETTINGS = Path("/proc/sys")
