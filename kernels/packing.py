@@ -85,7 +85,7 @@ def pack(
 def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
     """Return the positions where mask [T] bool is set, [K] int64, ascending.
 
-    num_kept: K, if the host knows it. None: count, which synchronises if mask is on a device. A given K is not checked on a
+    num_kept: K, if the host knows it. None: K is counted; this synchronises if mask is on a device. A given K is not checked on a
     device: surplus rows are -1.
 
     Raises:

@@ -157,7 +157,7 @@ class TeacherConfig(Settings):
 
     policy: str = Field(description="name under `policies` of a frozen policy with its own engines")
     coef: float = Field(1.0, gt=0, le=MOST)
-    """added to each token's advantage: coef x (log p_teacher - log p_rollout, minus its mean)"""
+    """added to each token's advantage: coef x (log p_teacher - log p_rollout, minus the mean of this difference)"""
 
 
 class OverlongConfig(Settings):

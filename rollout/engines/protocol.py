@@ -158,10 +158,10 @@ class Records:
 class EngineSpec:
     """Settings from which one engine is built, in this process or another.
 
-    kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: prompt and completion together, tokens.
-    threads: number of torch's threads on a CPU. device: "cpu" or "cuda". sleeps: the engine shares its GPU with the trainer, and
-    sleep() is used. records: data besides log-probs that requests may ask for. adapters: settings of the served adapters, by
-    name.
+    kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: maximum tokens of prompt and completion
+    together. threads: number of torch's threads on a CPU. device: "cpu" or "cuda". sleeps: True if the engine shares its GPU with
+    the trainer, and sleep() is used. records: data besides log-probs that requests may ask for. adapters: settings of the served
+    adapters, by name.
     """
 
     kind: str
@@ -272,7 +272,7 @@ class EngineLost(RuntimeError):
 class Engine(ABC):
     """One replica of one policy and its adapters.
 
-    One thread builds and calls it. Other threads may call `submit`, `abort` and `num_decoded`, which use no device.
+    One thread builds and calls the engine. Other threads may call `submit`, `abort` and `num_decoded`, which use no device.
     """
 
     def __init__(self, adapters: Iterable[str] = ()) -> None:

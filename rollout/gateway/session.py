@@ -103,7 +103,7 @@ class Session:
 
     @property
     def trains(self) -> bool:
-        """False in an evaluation."""
+        """True in training, False in an evaluation."""
         return bool(self.problem["purpose"] == "train")
 
     @property

@@ -19,9 +19,9 @@ from marsrl.rollout.types import MISSING, Ask, Fate, Finish, Reward, Sample, Too
 class External(Orchestration):
     """Team of the agents in the section `agents`. A program's session is one tool call, during which the program calls agents.
 
-    A sample ends with its session. Its reward is set by the program; otherwise all samples get the task's judgement of the
-    program's answer, or of the last answer by an agent. Rewards apply to answers that the program read and did not discard; a
-    sample without such answers has no reward.
+    A sample ends with its session. The program sets the rewards of samples. If it sets none, all samples get the task's judgement
+    of the program's answer, or of the last answer by an agent. Rewards apply to answers that the program read and did not
+    discard; a sample without such answers has no reward.
     """
 
     name = "external"

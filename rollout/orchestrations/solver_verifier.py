@@ -18,8 +18,8 @@ class SolverVerifier(Orchestration):
 
     A solution cut off at its length limit is verified too, so that the Solver can try again. The last
     solution counts, with or without an answer, as in the published code. An unreadable verdict rejects, unless
-    agents.verifier.missing_verdict is "correct". In the published code it approves, as it does with the prompt set drmas_math
-    and agents.verifier.parser=compat.
+    agents.verifier.missing_verdict is "correct". In the published code an unreadable verdict approves, and so it does here
+    with the prompt set drmas_math and agents.verifier.parser=compat.
     """
 
     class Options(Settings):

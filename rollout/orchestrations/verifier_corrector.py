@@ -72,8 +72,8 @@ class VerifierCorrector(Orchestration):
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """Return the mean final correctness over the leaves below each sample, by uid.
 
-        A leaf is a sample without successors. A Solver's or Corrector's leaf counts its own correctness, a Verifier's that of
-        the solution it judged.
+        A leaf is a sample without successors. A Solver's or Corrector's leaf counts with its own correctness, and a Verifier's
+        leaf with the correctness of the solution that it judged.
         """
         children: dict[str | None, list[tuple[Ask, Sample]]] = {}
         for ask in episode.asks.values():

@@ -57,7 +57,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         pool = make_pool(...)                     # build.py
         pool.submit(requests, version=3)          # at any time; dispatch.py chooses the replica and the moment
         results = pool.collect(timeout_s=0.2)     # finished requests
-        results = pool.drain()                    # all others, as far as decoded; the replicas are idle afterwards
+        results = pool.drain()                    # all others, with their tokens so far; the replicas are idle afterwards
         results = pool.drain("verifier")          # one adapter's; the others continue
 
     A lost replica is restarted if possible (recovery.py), and its requests are decoded again from the start of their
@@ -240,7 +240,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
         """Return finished results, waiting at most timeout_s for the first; refill freed slots before returning.
 
-        is_urgent: a result may trigger further requests before all are back.
+        is_urgent: a result may trigger further requests before all results are back.
 
         Raises TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
@@ -276,7 +276,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return results
 
     def drain(self, adapter: str | None = None) -> list[DecodeResult]:
-        """Stop requests that use the adapter (None: all) and return them as UNFINISHED, as far as decoded.
+        """Stop requests that use the adapter (None: all) and return them as UNFINISHED, with their tokens so far.
 
         Also returns results that have finished meanwhile.
         """

@@ -85,8 +85,8 @@ class RayReplicas(Replicas):
     takes: resources of each engine, keyed by ray_connection.GPU and CPU.
     config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
         the first call "start", may take ten times as long while its process answers.
-    silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": it is
-        stopped, or its machine is gone. Busy engines answer.
+    silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": the
+        process is stopped, or its machine is gone. Busy engines answer.
     config.join_s: time for the only engine, lost with its host, to find room on another.
     """
 

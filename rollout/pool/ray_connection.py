@@ -93,7 +93,7 @@ class RayCluster:
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
         """Raise RuntimeError if Ray would give engines a GPU that a trainer rank of any host holds.
 
-        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly those.
+        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly these GPUs.
         """
         if self._address is None:
             return  # Ray was started by this process, which chose its GPUs.

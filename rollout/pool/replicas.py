@@ -103,7 +103,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
-        """Have these replicas return requests that use the adapter (None: all) with the next results, as far as decoded."""
+        """Have these replicas return requests that use the adapter (None: all) with the next results and their tokens so far."""
 
     @abstractmethod
     def num_decoded(self, within_s: float) -> list[int]:

@@ -29,7 +29,7 @@ _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KE
 
 
 class PythonFunction:
-    """Tool that calls a function with its arguments by name, and returns its text, or its value as JSON.
+    """Tool that passes arguments to a function by name, and returns its result: text unchanged, other values as JSON.
 
     Raises:
         ValueError: no such function, or it cannot be a tool; the text begins with the key.

@@ -243,8 +243,8 @@ def _shown(content: ContentBlock) -> str:
 def _say(texts: Sequence[str], structured: object) -> bool:
     """Return True if the texts repeat the structured content.
 
-    They do if one of them is its JSON, as the protocol recommends, or if they are the value or the items that the Python SDK has
-    wrapped as {"result": value}.
+    They do if one text is the content's JSON, as the protocol recommends. They also do if they are the value, or its items, that
+    the Python SDK has wrapped as {"result": value}.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):

@@ -276,7 +276,7 @@ class _Sent:
 
 
 class DirectSender(ABC):
-    """One rank's side of transfers to engines. Collective.
+    """One rank's side of transfers to engines. All ranks call agree and send together.
 
     sender.agree(held, shards)      when engines have changed, or a transfer has broken
     sender.plans                    on rank 0: the encoded ReceivePlan of each shard, for the engines

@@ -71,7 +71,7 @@ class WorkerExtension:
             _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
-        """Return {fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
+        """Return {fused name: checksum of the held weight}; equal to the received tensor's only if kernels hold that tensor."""
         model = self.model_runner.get_model()
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad():
@@ -294,8 +294,8 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
     """Patch vLLM's reload of experts on a CPU.
 
     vLLM 0.28-0.32 packs experts for its CPU kernel only at the first load: after a reload the kernel reads unpacked weights as
-    packed ones (garbage, no error). Experts that are still unpacked are packed here; a fixed vLLM makes this a no-op. The
-    checksum verifies the result either way.
+    packed ones, which gives garbage without an error. Experts that are still unpacked are packed here; a fixed vLLM makes this a
+    no-op. The checksum verifies the result either way.
     """
     with torch.no_grad():
         received = WeightFiles(path)

@@ -43,7 +43,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     def team_lesson(self) -> Iterator[Trace]:
         """Write demonstrations of all roles on chains, and drills.
 
-        At first the Verifier in training only copies the lines of the claim; its verdicts are no better than chance until it
+        At first the Verifier in training only copies the lines of the solution; its verdicts are no better than chance until it
         computes the lines.
         """
         chains = [draw_chain(self.rng, self.options, held_out=False) for _ in range(self.config.team_batch)]

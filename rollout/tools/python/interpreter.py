@@ -90,7 +90,7 @@ class Interpreter:
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
         """Run a snippet and end the interpreter.
 
-        The caller must still call `kill`, which waits for the exit; that takes longer than many snippets.
+        The caller must still call `kill`, which waits for the exit; an exit takes longer than many snippets.
         """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
