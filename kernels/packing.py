@@ -22,8 +22,8 @@ class Packed:
     """Inputs and targets of T positions. All fields are [T].
 
     token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 if there is
-    none. mask bool: the next token was sampled. logprobs, weights float32: of the next token, 0 where the mask is off; None if
-    not given.
+    none. mask bool: True if the next token was sampled. logprobs, weights float32: of the next token, 0 where the mask is off;
+    None if not given.
     """
 
     token_ids: Tensor

@@ -190,7 +190,7 @@ class ToolFunction:
         ToolFunction("convert", "Converts a length.", {"type": "object", "properties": {"value": {"type": "number"}}})
 
     parameters: JSON schema of the arguments. server: tool that groups this function with others; calls then name the tool
-    and the function ({"name": ..., "arguments": {...}}). "" if the function is the tool itself.
+    and the function ({"name": ..., "arguments": {...}}); "" if the function is the tool itself.
     """
 
     name: str
@@ -365,7 +365,9 @@ _NO_FLOATS: FloatArray = np.zeros(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Samples of one agent that are compared with each other, of one input or rollout instance (Ask.group), ordered by uid.
+    """Samples of one agent that are compared with each other, ordered by uid.
+
+    They have the same input, or belong to the same rollout instance (Ask.group).
 
     Group("000017/solver", "000017", "solver", samples)     # "000017/solver:0" to "000017/solver:7"
     """

@@ -144,8 +144,8 @@ class WorkerPool:
 
         Raises:
             NotStarted: the worker does not start, or the pool is closed.
-            Failed: all were busy for wait_s seconds (None: wait forever), or the worker crashed or exceeded timeout_s, which
-                includes the wait if wait_s is set.
+            Failed: all workers were busy for wait_s seconds (None: wait forever), or the worker crashed or exceeded timeout_s.
+                timeout_s includes the wait if wait_s is set.
         """
         began = time.monotonic()
         try:

@@ -27,7 +27,7 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """Evaluate the objective at the tokens kept [n] int64; logp, entropy: [n] of these tokens, in any float dtype.
+    """Evaluate the objective at the tokens `kept` [n] int64; logp, entropy: [n] of these tokens, in any float dtype.
 
     Values of masked tokens are replaced before any computation: the gradient of NaN times 0 would be NaN.
     """

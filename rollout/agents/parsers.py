@@ -103,7 +103,7 @@ def drmas_report(text: str) -> str:
 def drmas_verdict(text: str) -> bool:
     """Return the published code's verdict: True if a tag contains "approve", or no tag contains "reject".
 
-    So a missing tag approves.
+    So the verdict is True if the tag is missing.
     """
     report = drmas_report(text)
     return f"{_VERIFY_OPEN}approve{_VERIFY_CLOSE}" in report or f"{_VERIFY_OPEN}reject{_VERIFY_CLOSE}" not in report

@@ -33,7 +33,7 @@ from marsrl.rollout.weights.layout import EngineShard
 class Sampling:
     """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
-    stop: strings that end a completion, which keeps the string and the rest of its last token.
+    stop: strings that end a completion. The completion keeps the string, and the rest of the token that completes it.
     records_kept: return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
     """
 

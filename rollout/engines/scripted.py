@@ -45,7 +45,7 @@ class ScriptedEngine(Engine):
     Log-probs are a fixed function of token and position.
 
     decode: converts ids to text, for DecodeRequest.text_from and Sampling.stop; None: neither is supported.
-    tokens_per_step: tokens per running request and `collect`; None: all remaining tokens.
+    tokens_per_step: tokens that each `collect` decodes for each running request; None: all remaining tokens.
     adapters: names of adapters that requests may use; the same script answers them.
     """
 

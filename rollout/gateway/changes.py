@@ -19,7 +19,7 @@ _MOST_WORD = 20  # characters before and after a change
 def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> str:
     """Describe the first difference between an answered chat and a later one, in one line of at most about 150 characters.
 
-    "" if their messages do not differ.
+    Returns "" if their messages do not differ.
     """
     for place, (old, new) in enumerate(zip(before, now, strict=False)):
         what = _WHAT.get(old["role"], "a message")

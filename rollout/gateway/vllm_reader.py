@@ -38,8 +38,8 @@ def agents_of(
 ) -> dict[str, Agent]:
     """Return the configured agents; ValueError: a parser does not match its model.
 
-    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of policies
-    behind servers.
+    renderers: chat renderers by policy. parsers: vLLM's names of the tool and reasoning parsers, by policy. servers: openai.api
+    of policies behind servers.
     """
     readers: dict[Any, VllmReader] = {}  # agents with equal settings share a reader
     found = {}

@@ -76,8 +76,8 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: close asks, and submit their successors, only when no decoding, judging or tool call is running, in order and
-    ignoring slots, so that the composition of an engine's batches does not depend on timing.
+    in_step: close asks, and submit their successors, only when no decoding, judging or tool call is running. This is
+    done in order and ignores slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 

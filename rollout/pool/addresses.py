@@ -29,9 +29,9 @@ def split_address(address: str, port: int) -> tuple[str, int]:
 
 
 def own_address(host: str | None = None) -> str:
-    """Return the IP address at which other hosts reach this one: `host` (sync.host), resolved, or detected.
+    """Return the IP address at which other hosts reach this one: that of `host` (sync.host) or, without it, a detected one.
 
-    Detects torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
+    The detected address is torchrun's MASTER_ADDR if that is this host, else that of the default route or of the only network.
 
     Raises RuntimeError: `host` does not resolve, or is another host; or several addresses are possible.
     """

@@ -65,7 +65,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     else is under way, and becomes an ERROR if that replica is lost too. If no host has room for a lost replica, the others
     continue until one has.
 
-    slots: requests that a replica holds at a time; None: all.
+    slots: maximum number of requests that a replica holds at a time; None: no limit.
     deadline_s: a replica that holds a request for longer, by `clock` (seconds), counts as lost.
     attempts, most_restarts: rollout.max_request_attempts and rollout.max_engine_restarts.
     sleeps: replicas share the trainer's GPUs (rollout.placement=colocated): `sleep` frees their memory, and the

@@ -47,7 +47,7 @@ class EngineActor:
     def call(self, method: str, arguments: tuple[Any, ...]) -> Timed:
         """Call a method of the engine between decoding steps.
 
-        "start" builds the engine: an error in __init__ would appear as the death of the process.
+        The method "start" builds the engine. If __init__ did, an error would appear as the death of the process.
         """
         if method == "start":
             return timed(lambda: self._thread.start(self._make))
@@ -190,9 +190,9 @@ class RayReplicas(Replicas):
         return options.remote(self._spec)
 
     def _answers(self, calls: Mapping[Any, int], method: str, on_lost: OnLost) -> dict[int, Timed | Lost]:
-        """Return answers by replica; Lost if silent, or without an answer shortly after the deadline.
+        """Return answers by replica; Lost for a replica that is silent, or has no answer shortly after the deadline.
 
-        The extra time is for engines, which check the same deadline, to report it themselves.
+        Engines check the same deadline, and the extra time lets them report that it has passed.
         """
         within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
         answers: dict[int, Timed | Lost] = {}

@@ -63,7 +63,7 @@ def own_sigterm() -> Iterator[None]:
 def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int], *, is_open: bool) -> None:
     """Start a cluster's first node with this process as driver.
 
-    where: its host and port (0: any). is_open: other hosts join; without GPUs, engines run on those hosts alone.
+    where: the node's host and port (0: any). is_open: other hosts join; without GPUs, engines run on those hosts alone.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.pop("RAY_ADDRESS", None)  # start our own cluster: do not join another one

@@ -38,7 +38,7 @@ class Faults:
 class Recovery:
     """Restarter of lost engines, with a limit on restarts.
 
-    name: name of the policy. most: restarts allowed in a run; one more ends it.
+    name: name of the policy. most: number of restarts allowed in a run; the next lost engine ends the run.
     tell: called with (replica, "restart", start, end) after each restart; the last two are times by time.time().
     """
 

@@ -74,9 +74,9 @@ class Replicas(ABC):
         """
 
     def restart(self, replica: int) -> Lost | None:
-        """Kill what remains of an engine, and start a new one with initial weights. Lost if that fails too.
+        """Kill what remains of an engine, and start a new one with initial weights; Lost if the start fails.
 
-        The next number adds an engine.
+        The number after the last one adds an engine.
         """
         raise NotImplementedError
 

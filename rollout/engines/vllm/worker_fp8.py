@@ -60,7 +60,7 @@ def holds(module: Any, attribute: str, received: Tensor) -> bool:
 class Fp8Weight:
     """A layer's FP8 weight as the target of a transfer (direct.Converted).
 
-    It is written in place, because captured CUDA graphs read its memory.
+    The weight is written in place, because captured CUDA graphs read its memory.
     """
 
     def __init__(self, module: Any, attribute: str, name: str, shape: tuple[int, ...]) -> None:

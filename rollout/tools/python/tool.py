@@ -41,8 +41,9 @@ _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 
 
 class PythonInterpreter:
-    """Tool: {"code": "..."} -> the code's output, with the value of its last expression or the traceback of its error. Close it.
+    """Tool: {"code": "..."} -> the code's output, with the value of its last expression or the traceback of its error.
 
+    The caller must close it.
     ready: interpreters that wait for a call.
     """
 
