@@ -178,7 +178,7 @@ class AgentConfig(Settings):
     system: Text | None = None
     """replaces the prompt set's system message; same placeholders (docs/prompts.md)"""
     suffix: Text | None = None
-    r"""text after the last user message of the prompt set, such as 'Put your answer in \boxed{}.'; same placeholders
+    r"""text appended to the prompt set's last user message, such as 'Put your answer in \boxed{}.'; same placeholders
     (docs/prompts.md)"""
     temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
     top_p: PositiveShare = Field(
@@ -206,7 +206,7 @@ class AgentConfig(Settings):
     loss_weight: float = Field(1.0, ge=0)
     """factor on this agent's advantages, except a teacher's term or a KL penalty (loss.kl_in); 0: no training on rewards"""
     teacher: TeacherConfig | None = None
-    """frozen policy distilled into this agent on its own samples, at its temperature (docs/teachers.md)"""
+    """frozen policy that is distilled into this agent, on the agent's samples and at its temperature (docs/teachers.md)"""
     clip_low: Share | None = Field(None, description="lower clip bound for this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(
         None, ge=0, description="upper clip bound for this agent's tokens; default: loss.clip_high"
@@ -242,7 +242,7 @@ class VllmOptions(Settings):
     """size of the KV cache on each GPU of an engine, MiB; default: chosen by vLLM on GPUs, 256 on CPUs"""
     gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory that vLLM may take")
     tensor_parallel: Ranks = 1
-    """GPUs of one engine, all on one host, that split every matrix (on a CPU: processes)"""
+    """number of GPUs of one engine, all on one host, which split every matrix (on a CPU: number of processes)"""
     expert_parallel: bool = False
     """put whole experts on single GPUs of an engine, instead of splitting each expert over all"""
     sampler: Sampler | Literal["auto"] = "auto"
@@ -310,7 +310,7 @@ class OpenAIOptions(Settings):
     """text: works with any server; omits the BOS token that the server's tokenizer adds. tokens: sends token ids, and
     end-of-turn ids as stop_token_ids; the server must use the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""
     concurrency: Ranks = Field(32, description="maximum concurrent requests")
-    timeout_s: Seconds = Field(600.0, description="limit of one attempt, from connection to last byte")
+    timeout_s: Seconds = Field(600.0, description="time limit of one attempt, from connection to last byte")
     retries: CountOr0 = Field(5, description="retries after 429, 5xx, or a failed connection")
     backoff_s: SecondsOr0 = Field(1.0, description="delay before the first retry; doubles, up to 60 s")
     max_response_kib: Size = Field(4096, description="maximum response size, KiB")
@@ -330,8 +330,8 @@ class RolloutConfig(Settings):
     engine: Literal["vllm", "local"] = Field("vllm", description="engine that decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
     """local: in the trainer's process, without Ray. disaggregated: Ray actors on separate GPUs. colocated: Ray actors on the
-    trainer's GPUs, asleep during training (docs/clusters.md). Default: local for a single
-    built-in engine (rollout.engine=local) without overlap and cluster, else disaggregated"""
+    trainer's GPUs, asleep during training (docs/clusters.md). Default: local for a single built-in engine
+    (rollout.engine=local) without overlap, rebalance and ray_address; else disaggregated"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
     """between stages, move an engine from the least loaded policy to the most loaded one, if that one decoded over twice as
@@ -354,16 +354,18 @@ class RolloutConfig(Settings):
     refill: RefillConfig | None = None
     """add a problem for each group without spread, up to a limit; nothing that finished is dropped (docs/credit.md); null: off"""
     group_size: Count = Field(8, description="G: samples per agent and input")
-    picks: Count = Field(2, description="outputs passed to the next agent, per rollout instance and agent")
+    picks: Count = Field(2, description="number of outputs passed to the next agent, per rollout instance and agent")
     max_response_tokens: Tokens = Field(1024, description="maximum length of any completion")
     segments: Count = Field(1, description="maximum stages per completion; 1: whole completions")
-    segment_length: Tokens | None = Field(None, description="tokens per stage; default: max_response_tokens / segments")
+    segment_length: Tokens | None = Field(
+        None, description="tokens of a completion per stage; default: max_response_tokens / segments"
+    )
     pipeline: Literal["agentic", "trajectory"] = "agentic"
     """agentic: train on finished groups. trajectory: train on whole trajectories"""
     overlap: CountOr0 = 0
-    """stages that decoding may run ahead of training; 0: alternate stage and step, which repeats bitwise"""
+    """number of stages that decoding may run ahead of training; 0: alternate stage and step, which repeats bitwise"""
     group_completion: Literal["wait", "drop_stragglers"] = "wait"
-    """wait: a group waits for all its samples. drop_stragglers: after max_group_age, train it without the unfinished ones"""
+    """wait: a group waits for all its samples. drop_stragglers: after max_group_age, train it without the unfinished samples"""
     max_group_age: CountOr0 = Field(4, description="policy versions after which drop_stragglers closes a group")
     max_unfinished: Tokens = Field(
         4096, description="start no new problems while more samples than this are carried over"
@@ -377,7 +379,7 @@ class RolloutConfig(Settings):
     max_error_share: PositiveShare = 0.5
     """maximum share of a step's samples and episodes that end in an error (engine or team code); beyond it the run stops"""
     max_request_attempts: Count = 3
-    """engines that may be lost while serving a request before its sample ends as an error"""
+    """number of engines that may be lost while serving a request; then its sample ends as an error"""
     vllm: VllmOptions = VllmOptions()
     local: LocalOptions = LocalOptions()
 

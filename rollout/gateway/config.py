@@ -34,7 +34,7 @@ class ExternalConfig(Settings):
     """treatment of an answer that no later call continues, if the program repeated its request after reading it. mask:
     discarded, without gradient; train: trained like all others. Equal requests open at the same time are branches; an answer
     that the program rewards by id is always trained"""
-    attempts: Count = Field(3, description="maximum starts of a session whose workers are lost; then it fails")
+    attempts: Count = Field(3, description="maximum starts of a session whose workers are lost; then the session fails")
     host: str = Field("127.0.0.1", description="address on which the gateway listens to workers and programs")
     port: int = Field(0, ge=0, le=65535, description="port of the gateway; 0: any free port")
     key_env: VariableName | None = None

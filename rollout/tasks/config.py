@@ -164,7 +164,7 @@ class TutorConfig(Settings):
     slip_solver: Share = 0.10
     """share of wrong lines of the Solver's tutor in phase 2; with fewer, RL has less to improve (docs/cpu_default.md)"""
     slip_verifier: Share = 0.10
-    """share of wrong lines of the Verifier's tutor when it computes the chain itself"""
+    """share of wrong lines of the Verifier's tutor when the tutor computes the chain itself"""
     slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")
     anchor: Share = Field(0.2, description="share of reports that copy the Solver's answer as their own result")
     solver_batch: Count = Field(

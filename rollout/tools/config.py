@@ -30,7 +30,7 @@ class ToolLimits(Settings):
     """Limits of every tool."""
 
     timeout_s: Seconds = Field(
-        60.0, description="limit of a call; a longer one is an error, and its thread is abandoned"
+        60.0, description="time limit of a call; a longer call is an error, and its thread is abandoned"
     )
     concurrency: Ranks = 8
     """maximum concurrent calls; as many more may hang beyond timeout_s, then new calls are rejected until one ends"""
@@ -62,7 +62,7 @@ class ServerLimits(ToolLimits):
     """Limits of a tool that queries a server."""
 
     request_timeout_s: Seconds = 10.0
-    """limit of one attempt, from connection to last byte; timeout_s limits all attempts together"""
+    """time limit of one attempt, from connection to last byte; timeout_s limits all attempts together"""
     retries: CountOr0 = Field(3, description="retries after 429, 5xx, or a failed connection")
     backoff_s: SecondsOr0 = Field(0.5, description="delay before the first retry; doubles, up to 60 s")
     max_response_kib: Size = Field(4096, description="maximum response size, KiB")
@@ -104,8 +104,8 @@ class PythonTool(ToolLimits):
     """Interpreter for code that a model wrote, with a fresh sandbox for each call (docs/python.md)."""
 
     wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
-    cpu_s: Count = Field(10, description="CPU time of a process, s")
-    memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="address space of a process, MiB")
+    cpu_s: Count = Field(10, description="maximum CPU time of a process, s")
+    memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="maximum address space of a process, MiB")
     processes: Count = Field(4, description="maximum processes and threads, including the interpreter")
     tmp_mib: Size = Field(16, description="maximum total size of files that a snippet writes (in /tmp), MiB")
     warm: Ranks = Field(8, description="interpreters started ahead, each for one call, about 10 MiB each")
@@ -135,7 +135,7 @@ class PagesConfig(ToolLimits):
     """Reading of web pages, for tools.visit and searches with read_pages (docs/tools.md)."""
 
     timeout_s: Seconds = 30.0
-    """limit of one page, from resolving its host to its main text, however slowly data arrives"""
+    """time limit of one page, from resolving its host to its main text, however slowly data arrives"""
     concurrency: Ranks = Field(16, description="maximum concurrent pages, for all tools together")
     max_output_chars: Tokens = Field(
         100_000, description="maximum length of a page's main text; longer ones are cut, with a mark"
@@ -143,7 +143,9 @@ class PagesConfig(ToolLimits):
     cache_mib: SizeOr0 = Field(256, description="cache of main texts by address, MiB; 0: none")
     max_kib: Size = Field(8192, description="maximum page size, as sent and as decompressed, KiB")
     workers: Ranks = Field(2, description="processes that parse pages; hung or crashed ones are replaced")
-    memory_mib: int = Field(1024, ge=256, le=MOST_MIB, description="address space of such a process, MiB")
+    memory_mib: int = Field(
+        1024, ge=256, le=MOST_MIB, description="maximum address space of each of these processes, MiB"
+    )
     allow_hosts: list[str] = Field([])
     """hosts, as written in addresses, that may have a private IP address, such as an internal wiki; all others must be
     public"""
@@ -174,7 +176,7 @@ class FunctionTool(OwnTool):
     kind: Literal["function"] = Field(description="function: from a Python file; mcp: from an MCP server")
     function: str = Field(pattern=r".+\.py:[A-Za-z_]\w*$")
     """FILE.py:FUNCTION, with annotations and a docstring; sync or async"""
-    memory_mib: int = Field(4096, ge=256, le=MOST_MIB, description="address space of a call's process, MiB")
+    memory_mib: int = Field(4096, ge=256, le=MOST_MIB, description="maximum address space of a call's process, MiB")
 
 
 class McpServer(OwnTool):
