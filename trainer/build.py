@@ -1,4 +1,4 @@
-"""Assembly of a run from its settings, with the parts that fail most often first, and teardown of the run.
+"""Assembly of a run's parts from its settings, starting with those that fail most often, and their teardown.
 
 rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
 all:     process groups, the warm start if no model is given, one learner and one weight sync per policy, the checkpoint
@@ -63,7 +63,7 @@ from marsrl.trainer.weights.comparison import ADAPTERS_AT_ONCE, CheckedEngines
 from marsrl.trainer.weights.league import League
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
-if TYPE_CHECKING:  # Imports megatron.
+if TYPE_CHECKING:  # This module imports megatron.
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -121,7 +121,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
                 if learners[name].base is None:
                     learners[name].sleep()
         for learner in learners.values():
-            learner.sleep()  # A base sleeps once it has all of its adapters.
+            learner.sleep()  # Adapters too, whose base sleeps only once it has all of them.
         if config.trainer.sleep:
             barrier()  # Engines start once the memory of all ranks is free.
         team = None
@@ -147,7 +147,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             )
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
-            stack.push(beat)  # The heartbeat exits before the rest is closed, which may take long.
+            stack.push(beat)  # The heartbeat ends first, because closing the rest may take long.
         yield Run(config, directory, console, learners, syncs, driver, seconds)
 
 
@@ -334,10 +334,10 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 def open_pool(
     config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
 ) -> EnginePool:
-    """Open the engines of one policy and of the adapters with this base, or the client of its server.
+    """Open the engines that serve one policy and the adapters on it, or the client of the policy's server.
 
     model: the policy's model directory.
-    max_model_len: prompt and completion together, tokens.
+    max_model_len: largest number of tokens of a prompt and its completion together.
     deadline_s: timeout of a server's answer in seconds; None: no timeout, because callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)

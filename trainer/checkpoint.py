@@ -9,10 +9,10 @@ checkpoints/best                        names the checkpoint with the best evalu
 
 A save goes into step_12.part, which is renamed when complete:
 
-    begin: plan, copy        write: each rank its files, fsync        end: index, manifest, rename, latest
-    all ranks together       here, or in a thread beside training     all ranks together
+    begin: plan, copy        write: each rank writes its files        end: index, manifest, rename, latest
+    all ranks together       at once, or in a thread during training  all ranks together
 
-With run.async_checkpoint the end follows the first step after which every rank has written.
+With run.async_checkpoint, a thread writes, and the save ends after the first training step by which every rank has written.
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ class CheckpointWriter:
     def save(
         self, step: int, versions: Mapping[str, int], learners: Mapping[str, Learner], rollout: RolloutState | None
     ) -> None:
-        """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
+        """Save a checkpoint after `step`. Return when it is complete, or, if saves are asynchronous, once the state is copied.
 
-        rollout: state on rank 0; None elsewhere, and in supervised training. A save in progress is finished first.
+        A save in progress is finished first.
+
+        rollout: state of the rollout on rank 0; None elsewhere, and in supervised training.
 
         Raises RuntimeError, on all ranks, if a rank could not write (disk full, no permission); earlier checkpoints stay.
         """
@@ -153,7 +155,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _cleared(self, step: int) -> Iterator[None]:
-        """Remove the partial checkpoint, as far as possible, if the body fails, because it may have filled the disk."""
+        """If the body fails, remove as much of the partial checkpoint as possible, because it may have filled the disk."""
         try:
             yield
         except RuntimeError:
@@ -188,16 +190,17 @@ def is_due(
 def load_checkpoint(
     run: RunDirectory, learners: Mapping[str, Learner], resume: Literal["auto", "previous"], warn: Callable[[str], None]
 ) -> Restored | None:
-    """Restore every learner and return the rest; None if the run has no checkpoint yet. Collective.
+    """Restore every learner, and return the step, versions and rollout; None if the run has no checkpoint yet. Collective.
 
     All files are compared with the manifest before they are used. If the checkpoint that `latest` names is damaged, or `latest`
     names none, resume="auto" stops and names the newest intact one; resume="previous" uses that one and reports how many
     steps are lost. Afterwards `latest` names the restored checkpoint.
 
-    An adapter that the checkpoint lacks stays as it is, and policies without a learner are dropped; both are reported.
+    An adapter that the checkpoint lacks keeps its initial weights. A policy of the checkpoint that has no learner is dropped.
+    Both are reported.
 
-    Raises CheckpointError, on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
-    weights that do not fit the model.
+    Raises CheckpointError, on all ranks, if files are damaged (the message says what was found and expected in each), if no
+    checkpoint is intact, or if weights do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:
@@ -212,7 +215,7 @@ def load_checkpoint(
     step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
     assert step is not None
     if rank() == 0:
-        run.mark_latest(step)  # Before training, so that a folder named by `latest` is never replaced.
+        run.mark_latest(step)  # Before training, so that no new checkpoint replaces the folder that `latest` names.
     folder = run.checkpoint(step)
     meta = json.loads((folder / "meta.json").read_bytes())
     saved = {path.name for path in (folder / "policies").iterdir()}
@@ -254,7 +257,7 @@ def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
-    """Return the newest intact checkpoint before `latest`, or of all if None; CheckpointError unless resume=previous."""
+    """Return the step of the newest intact checkpoint (older than `latest`, if given); CheckpointError unless resume=previous."""
     for step in reversed([earlier for earlier in run.steps_on_disk() if latest is None or earlier < latest]):
         if not _damage(run.checkpoint(step)):
             break

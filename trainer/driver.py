@@ -82,7 +82,7 @@ class Driver:
         write_atomically(inputs_file, encode(inputs))
 
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
-        """Evaluate the team with the weights after `step`; draws already in its folder are not repeated."""
+        """Evaluate the team with the weights after `step`; draws that are already in the evaluation's folder are not repeated."""
         folder = self.directory.evaluation(step)
         with self.rollout.resting(), Kept(folder) as kept_draws:
             num_kept, num_draws = self.evaluator.num_kept(versions, kept_draws)

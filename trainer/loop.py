@@ -15,10 +15,10 @@ from marsrl.trainer.run import Run
 def train(run: Run) -> None:
     """Train until run.config.run.steps, evaluate, write the summary. Collective over all ranks."""
     config = run.config
-    run.begin()  # Sends the weights to the engines, and evaluates them.
+    run.begin()  # Sends the weights to the engines, and evaluates the team.
     for step in run.steps_left():
         with run.timed("rollout"):
-            batch = run.play()  # Finished groups of all agents in this stage, on rank 0; None elsewhere.
+            batch = run.play()  # Groups of all agents that finished in this stage, on rank 0; None elsewhere.
         credited = None
         if batch is not None:
             teacher_logprobs = run.ask_teachers(batch)  # Empty for agents without a teacher.
@@ -63,4 +63,4 @@ def train(run: Run) -> None:
         run.stop_if_diverged()
         run.stop_if_unusable(batch)
         run.checkpoint_if_due(step)
-    run.finish()  # Evaluates, writes the summary.
+    run.finish()  # Evaluates the team, and writes the summary.

@@ -82,11 +82,11 @@ def commit() -> str | None:
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # There is no git, or the package is installed.
+        return None  # git is missing, or the package is not in a checkout.
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return {distribution: version} for the installed ones among these distributions."""
+    """Return {distribution: version} for those of these distributions that are installed."""
     versions = {}
     for name in names:
         try:

@@ -126,7 +126,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
             raise
     except KeyboardInterrupt:
         if is_first:
-            # torchrun sends SIGTERM once a rank has ended, and this one is ending.
+            # torchrun sends SIGTERM once any rank has ended. This rank is already ending, so it ignores the signal.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             assert directory is not None
             say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")
@@ -148,7 +148,7 @@ def _end_with_launcher() -> None:
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG of <linux/prctl.h>.
     if os.getppid() != launcher:
-        raise KeyboardInterrupt  # torchrun died before the request.
+        raise KeyboardInterrupt  # torchrun died before prctl was called.
 
 
 def _leave_launcher_folder() -> None:

@@ -82,10 +82,10 @@ class Run:
         self.total_seconds = dict(seconds)  # seconds of each part of the run, including those before the first step
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
-        self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
+        self.untrained: Counter[str] = Counter()  # reasons why steps of this process trained nothing; rank 0
         self.resumed_step = 0
         self.has_trained = False  # True if this step trained
-        self.has_shown_sample = False  # True once the console has shown a sample since this start
+        self.has_shown_sample = False  # True once this process has shown a sample on the console
         self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, including this one
         self.stop = StopSignals()
         self.saved_step, self.saved_s = 0, time.monotonic()
@@ -134,9 +134,9 @@ class Run:
 
     def begin(self) -> None:
         """Resume from a checkpoint if run.resume is set; send the weights to the engines; evaluate before the first step."""
-        barrier()  # Rank 0 has started its engines.
+        barrier()  # Rank 0 starts its engines before it gets here.
         if self.config.trainer.sleep:
-            self._put_engines_to_sleep(list(self.learners))  # Learners are loaded, and score the comparison.
+            self._put_engines_to_sleep(list(self.learners))  # Learners need the memory to score.
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
@@ -263,7 +263,7 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective."""
+        """With rollout.placement=colocated, free the engines' GPU memory for the trainer inside the block; collective then."""
         if not self.engines_drop_weights:
             yield
             return
@@ -280,7 +280,8 @@ class Run:
     def _put_engines_to_sleep(self, renewed: Sequence[str]) -> None:
         """Free all engines' memory on the trainer's GPUs; their next request wakes them. Collective.
 
-        renewed: policies that are published before that, so their engines drop their weights; other engines keep theirs.
+        renewed: policies that are published before their next request; their engines drop their weights, other engines keep
+            theirs.
         """
         if self.driver is not None:
             with self.timed("sleep"):
@@ -290,7 +291,7 @@ class Run:
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
         """Count a skipped step and save its batch; rank 0 keeps metrics and logged tokens. Collective.
 
-        mini_batches: on rank 0; None elsewhere.
+        mini_batches: the step's mini-batches on rank 0; None elsewhere.
         """
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
@@ -325,7 +326,7 @@ class Run:
     def stop_if_unusable(self, batch: StepBatch | None) -> None:
         """Stop the run if its steps are unusable. Collective; call it once the step's metrics and samples are on disk.
 
-        batch: on rank 0; None elsewhere.
+        batch: the step's batch on rank 0; None elsewhere.
 
         Raises RuntimeError, on all ranks at once, if
             more than rollout.max_error_share of the step's samples and episodes ended in errors;
@@ -364,7 +365,7 @@ class Run:
     def publish(self, group: Together, is_new: Mapping[str, bool]) -> None:
         """Publish the policies of a group to their engines in one publish.
 
-        is_new: {policy: True if the step changed the weights}; False publishes the same version again.
+        is_new: {policy: True if the step changed its weights}. Otherwise the same version is published again.
         """
         for policy, is_updated in is_new.items():
             self.versions[policy] += is_updated
@@ -479,11 +480,11 @@ class Run:
         if self.config.trainer.sleep:
             for learner in self.learners.values():
                 learner.sleep()
-            barrier()  # Rank 0 wakes the engines.
+            barrier()  # Rank 0 wakes the engines after this.
         self.saved_step, self.saved_s = step, time.monotonic()
 
     def finish(self) -> None:
-        """Complete the last checkpoint; then the final evaluation, summary.json and the table."""
+        """Complete the last checkpoint, run the final evaluation, write summary.json, and print the table of results."""
         self.checkpoints.finish()
         if self.untrained:
             num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)

@@ -28,7 +28,7 @@ class PreparedRun:
 def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) -> PreparedRun:
     """Check the settings, and create the run's directory or open the directory to resume in.
 
-    is_dry: create nothing, and report the effect on run.name.
+    is_dry: create nothing, and report how run.name would be used.
 
     Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
     """

@@ -75,8 +75,8 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
 def longest_sequence(config: RunConfig, policy: str) -> int:
     """Return the number of tokens of the longest sequence that the policy must process.
 
-    A sequence is a prompt with its completion, of the policy's agents, the agents of its adapters, and the judge. For a teacher,
-    it is a sample that the teacher scores.
+    The sequences are prompts with their completions: those of the policy's agents, of the agents of its adapters, and of the
+    judge. For a teacher, they are the samples that the teacher scores.
 
     Raises ValueError: no agent or judge has the policy.
     """

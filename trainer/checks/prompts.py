@@ -19,7 +19,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.supervised.tutors import tutor_of
 
-_NUM_CHECKED = 64  # Prompts of a team's first agent to check, if all of them fit.
+_NUM_CHECKED = 64  # Prompts of a team's first agent to check; more only if long ones are skipped and none fits yet.
 
 
 def renderer_of(config: RunConfig, policy: str) -> ChatRenderer:

@@ -85,7 +85,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
             raise ConfigError(f"sync.directory is {sync.directory}, which is not a writable folder; create it")
         if found := refusals_of(config, host):
             raise ConfigError("; ".join(found))
-    if importlib.util.find_spec("vllm") is not None:  # otherwise the engines' hosts check them
+    if importlib.util.find_spec("vllm") is not None:  # otherwise the engines' hosts check vLLM's options
         for vllm in vllm_of(config).values():
             checked_extra(vllm.extra)
 
@@ -119,7 +119,7 @@ def engines_device(host: TrainerHost) -> str:
 
 
 def ignored_settings(config: RunConfig) -> list[str]:
-    """Return a warning about non-default settings of the engine that this run does not use."""
+    """Return a warning about settings that only another engine uses, if they differ from their defaults."""
     rollout = config.rollout
     sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":

@@ -124,7 +124,8 @@ def _of_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> Iterato
 def _of_one_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> Iterator[str]:
     """Refuse a judge or teacher policy that is trained, or whose engines have other users too.
 
-    key: setting that names the policy. does: what it does with the policy. askers: keys of users that are not agents.
+    key: setting that names the policy. does: what the judge or teacher does. askers: keys of the policy's users that are not
+        agents.
     """
     policy = named_policy(config, key, name)
     key = f"{key} is {name!r}"
@@ -209,7 +210,7 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
 
 
 def _of_shared_prefixes(config: RunConfig) -> Iterator[str]:
-    """Refuse settings whose results a prefix that is computed once would change, or that cannot split it."""
+    """Refuse settings that would give other results if a shared prefix is computed once, or that cannot split such a prefix."""
     key = f"trainer.shared_prefixes is {config.trainer.shared_prefixes}, but policies"
     for name, policy in config.trained_policies.items():
         if policy.layout.context > 1:

@@ -81,7 +81,7 @@ def _values(field: Schema) -> Any:
 
 
 def _kind(model: str) -> str:
-    """Return the value of `kind` that selects the pydantic model; "" for one without kinds."""
+    """Return the value of `kind` that selects the pydantic model; "" if the section has no kinds."""
     return str(_model(model)["properties"].get("kind", {}).get("const", ""))
 
 
@@ -125,7 +125,7 @@ OTHER_NAMES = {
     "learning_rate": "lr",
     "num_generations": "group_size",
 }
-"""Names of settings in other trainers and engines -> their names here; docs/coming_from.md has more of them."""
+"""Name of a setting in another trainer or engine -> its name here; docs/coming_from.md lists more."""
 
 
 _REMOVED = {

@@ -135,7 +135,8 @@ class LossConfig(Settings):
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: add a KL term per token; reward: after normalisation, subtract from each token's advantage kl_coef times the sum of
     log p_rollout - log p_reference over this and the later tokens of the sample, less a mean over other samples; no gradient
-    flows through it, and loss.kl is only logged. Tokens of older weights bias reward, but not loss (docs/numerics.md)"""
+    flows through it, and loss.kl is only logged. Tokens that older weights sampled bias the gradient of reward, but not of loss
+    (docs/numerics.md)"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats per token; unless 0, samples with advantage 0 are trained too"""
     truncated: Literal["train", "mask"] = "train"

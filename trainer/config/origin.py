@@ -17,7 +17,7 @@ from marsrl.rollout.text import in_one_line
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # Matches rollout.segments, and other dotted words.
 # Word processors replace hyphens by long dashes.
 _DASHED = re.compile("([-\u2010-\u2015\u2212]+)([A-Za-z][\\w.-]*)")
-_FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
+_FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # Matches task in `task: ...` or `task is`.
 
 
 class ConfigError(ValueError):

@@ -56,8 +56,8 @@ class OptimizerConfig(Settings):
     warmup_steps: CountOr0 = 0
     """steps of linear warm-up, from lr / warmup_steps to lr"""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """schedule after the warm-up, down to lr x final_lr_ratio at run.steps; resuming with more steps stretches it and logs both
-    rates"""
+    """schedule after the warm-up, down to lr x final_lr_ratio at run.steps; resuming with a larger run.steps stretches the
+    schedule and logs both rates"""
     final_lr_ratio: Share = Field(0.0, description="final learning rate divided by `lr`, if it decays")
     betas: tuple[ShareBelow1, ShareBelow1] = (0.9, 0.95)
     """decay rates of the running averages of the gradient and of its square"""
@@ -136,8 +136,8 @@ class PolicyConfig(Settings):
     """reference weights of loss.kl, on the same ranks: none | start (the initial weights) | HF directory | past (an earlier
     version of this policy, see reference_every; docs/credit.md)"""
     reference_every: int | None = Field(None, gt=0)
-    """reference=past: number of versions between refreshes; the reference is the newest version that is a multiple of it, and the
-    initial weights before the first"""
+    """reference=past: number of versions between refreshes; the reference is the newest version that is a multiple of this
+    number, and before the first of these the initial weights"""
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)
     """engine replicas of this policy; default: rollout.engines"""
     vllm: VllmOptions | None = Field(None, description="overrides rollout.vllm, key by key, for this policy's engines")
@@ -257,7 +257,7 @@ OF_BASE = (
 def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
     """Return the policy with the model settings of its base, if it has one.
 
-    Raises ValueError if the base is missing, cannot be one, or contradicts the policy.
+    Raises ValueError if the base is missing, cannot serve as a base, or contradicts the policy.
     """
     policy = policies[name]
     if policy.base is None:

@@ -39,9 +39,10 @@ def read_config(
 ) -> tuple[RunConfig, ConfigOrigin]:
     """Return the checked settings, and their layers.
 
-    The layers are the task's preset, the one that `preset` names, the file and the words; later ones win. Mappings are merged key
-    by key, lists are replaced. `preset: none` inherits nothing. A layer that chooses an orchestration, an engine or a section's
-    kind drops the settings that lower layers give for other choices (_of_other_choices). A policy that only a preset defines is
+    The layers are the task's preset, the preset that `preset` names, the file and the words; later ones win. Mappings are
+    merged key by key, lists are replaced. `preset: none` inherits nothing. A layer that chooses an orchestration, an engine or
+    a section's kind drops the settings that lower layers give for other choices (_of_other_choices). A policy that only a
+    preset defines is
     dropped if no agent uses it: users who set a policy for every agent do not get the preset's policies as well.
 
     path: a YAML file or the name of a shipped preset; None: no file.

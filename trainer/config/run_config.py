@@ -46,7 +46,8 @@ class RunConfig(Settings):
     """arithmetic; math: problems of data.train; qa: questions to answer by search; reasoning_gym: generators and scorers of that
     library; or your own, FILE.py:CLASS (docs/own_task.md)"""
     task_options: dict[str, OptionValue] = Field(default_factory=dict)
-    """for math, reasoning_gym and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
+    """options of the task. math, reasoning_gym and your own have workers (default 2), timeout_s (10) and max_answer_chars (2000);
+    docs/own_task.md"""
     data: DataConfig = DataConfig()
     policies: dict[FolderName, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     """models with their optimizers and engines, by the name that `agents.<name>.policy` refers to; default: one, `main`"""
@@ -58,7 +59,8 @@ class RunConfig(Settings):
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, validate_default=True
     )
-    """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2); yours (docs/own_team.md)"""
+    """options of the orchestration. solver_verifier: max_loops (default 2); search_team: max_turns (4); debate: debaters (3) and
+    rounds (2); your own options: docs/own_team.md"""
     agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
     """the orchestration's agents; agents not given get the defaults (docs/own_team.md)"""
     external: ExternalConfig | None = None
@@ -163,9 +165,9 @@ class RunConfig(Settings):
         }
 
     def in_bytes(self) -> RunConfig:
-        """Return the config with max_input_tokens in bytes for agents and judges that use a chat server, which counts the tokens.
+        """Return the config with max_input_tokens in bytes for agents and judges of chat servers, which alone can count tokens.
 
-        A token is taken as four bytes, as in English.
+        Each token is taken to have four bytes, as in English text.
         """
 
         def counted(asker: Asker) -> Asker:
@@ -190,7 +192,7 @@ class RunConfig(Settings):
         return {name: self.rollout_of(name) for name in served}
 
     def policies_in(self, pool: str) -> tuple[str, ...]:
-        """Return the policies that the engines of `pool` serve: `pool` itself and those with it as base."""
+        """Return the policies that the engines of `pool` serve: `pool` itself and the policies that have it as base."""
         return (pool, *(name for name, policy in self.policies.items() if policy.base == pool))
 
     def adapters_in(self, pool: str) -> tuple[AdapterConfig, ...]:
@@ -216,7 +218,7 @@ class RunConfig(Settings):
     def trained_policies(self) -> dict[str, PolicyConfig]:
         """Policies that are trained: every rank holds them, and their engines get new weights.
 
-        Excludes frozen policies, and bases of other policies that have no adapter themselves.
+        Excludes frozen policies, and bases without an adapter of their own.
         """
         return {
             name: policy

@@ -25,7 +25,7 @@ from marsrl.rollout.tasks.config import EvalFile, TrainFile, TutorConfig, read_e
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Undo YAML's reading of the word off as false, for `mpt.scope=off`."""
 ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
-"""The same for a setting that is also `on`, which YAML reads as true."""
+"""As OFF, for a setting that can also be `on`, which YAML reads as true."""
 
 
 MOST_SEED = 2**31 - 1  # Megatron adds to the seed, and NumPy seeds have 32 bits.
@@ -34,7 +34,7 @@ MOST_SEED = 2**31 - 1  # Megatron adds to the seed, and NumPy seeds have 32 bits
 class RunSection(Settings):
     """Name and length of the run, and the files that it keeps (docs/quickstart.md)."""
 
-    name: str | None = Field(None, description="directory under `dir`; default: a unique one, of preset and UTC time")
+    name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, made unique")
     dir: Annotated[str, AfterValidator(os.path.expanduser)] = Field("runs", description="parent of run directories")
     steps: Count = Field(32, description="training steps, each of trainer.updates_per_step optimizer steps")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="seed of all random number generators of the run")
@@ -54,8 +54,8 @@ class RunSection(Settings):
     keep_checkpoints: Count = Field(2, description="number of latest checkpoints to keep")
     keep_every: CountOr0 = Field(0, description="also keep checkpoints of steps divisible by this; 0: none")
     keep_best: bool = True
-    """with eval_every: save a checkpoint at each evaluation that is the best so far (eval/system; the first of equals), and keep
-    it as checkpoints/best (docs/evaluate.md)"""
+    """with eval_every: save a checkpoint at each evaluation that is the best so far (highest eval/system; of equals the first),
+    and keep it as checkpoints/best (docs/evaluate.md)"""
     async_checkpoint: bool = False
     """write checkpoints in the background from copies in CPU memory (weights and optimizer state); a crash loses the one being
     written"""
@@ -227,8 +227,8 @@ class LeagueConfig(Settings):
     policy: str = Field("main", description="policy of the two agents that play each other; it must have an adapter")
     every: Count = Field(20, description="number of versions from one kept version to the next; version 0 is kept too")
     size: Count = 8
-    """largest number of opponents of an evaluation, each in a slot of the engines; with more versions, the distance between kept
-    versions doubles"""
+    """largest number of opponents of an evaluation, each in a slot of the engines; if more versions would be kept, the
+    distance between kept versions doubles"""
     games: Count = 32
     """games against each opponent in each of the two roles; the held-out problems are used in order, repeatedly if needed"""
 

@@ -70,7 +70,7 @@ def _is_finite(sequence: TrainSequence) -> bool:
 
 
 def too_many_errors(batch: StepBatch, most: float) -> str:
-    """Return a message if more than this share of the batch's samples and episodes ended in an error, else ""."""
+    """Return a message if more than the share `most` of the batch's samples and episodes ended in an error, else ""."""
     samples = [sample for group in batch.groups for sample in group.samples]
     failed = [sample for sample in samples if sample.finish is Finish.ERROR]
     num_episodes = int(batch.metrics.get("rollout/failed_episodes", 0))
@@ -85,7 +85,7 @@ def too_many_errors(batch: StepBatch, most: float) -> str:
 
 
 def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> str:
-    """Return a message with the settings to change.
+    """Return a message that says why nothing was trained and which settings to change.
 
     num_steps: consecutive steps without a gradient. batch: the batch of the last of these steps.
     """

@@ -242,7 +242,7 @@ def _advantages(
 
 
 def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float]:
-    """Return the mean of the known rewards of each name that has any."""
+    """Return {name: mean of its known rewards}, for the names that have any."""
     known: dict[str, list[float]] = {}
     for name, reward in zip(names, rewards, strict=True):
         if not math.isnan(reward):
@@ -251,7 +251,7 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """Return a sample as packing takes it. place: index of the sample's agent in the team."""
+    """Return a sample in the form that packing takes. place: index of the sample's agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -272,9 +272,9 @@ def _teachers_parts(
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Return {uid: [N]} for samples with a teacher: coef x (d - b) per token, d = log p_teacher - log p_rollout.
 
-    p_rollout is under the weights that sampled the token. The gradient is that of each position's reverse KL on the
-    student's own samples, estimated at the sampled token (GKD, arXiv:2306.13649, which does not backpropagate through sampling
-    of earlier tokens; the single-step part of MiniLLM's, arXiv:2306.08543).
+    p_rollout is the probability under the weights that sampled the token. The gradient is that of each position's reverse KL on
+    the student's own samples, estimated at the sampled token. It is the gradient of GKD (arXiv:2306.13649), which does not
+    backpropagate through the sampling of earlier tokens, and the single-step part of MiniLLM's (arXiv:2306.08543).
 
     b is a weighted mean of d over the agent's other samples (0 if there are none). It leaves the expected gradient unchanged and
     reduces the variance: a weak student mostly samples wrong tokens, with d far below 0. Each token's weight in the mean is
@@ -292,7 +292,7 @@ def _teachers_parts(
         weights = np.array([w.sum() for w in squares])
         sums = np.array([w @ d[k] for w, d, k in zip(squares, differences, known, strict=True)])
         others = weights.sum() - weights
-        has_others = others > 1e-9 * weights.sum()  # Anything smaller is rounding.
+        has_others = others > 1e-9 * weights.sum()  # A smaller sum is a rounding error.
         baselines = np.divide(sums.sum() - sums, others, out=np.zeros_like(others), where=has_others)
         parts |= {s.uid: agent.teacher.coef * (d - b) for s, d, b in zip(own, differences, baselines, strict=True)}
     return parts
