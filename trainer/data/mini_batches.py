@@ -65,7 +65,8 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
 def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
     """Return the samples of these uids as a MiniBatch.
 
-    With credit.denominator=agent each sample's weight contains its agent's denominator; else the MiniBatch has one for all.
+    With credit.denominator=agent each sample's weight contains its agent's denominator; otherwise the MiniBatch has one
+    denominator for all samples.
 
     members: {uid: (agent, session)}.
     """

@@ -70,7 +70,8 @@ class TrainSequence:
 class Paths:
     """Tokens that the model computes for a micro-batch whose samples share prefixes (prefix_trees.py).
 
-    Each sample computes the U tokens of a run; its path is the shared tokens and its run, K in all samples together.
+    The run of a sample is the tokens that no earlier sample computes, U in all runs together. The path of a sample is the tokens
+    that it shares with earlier samples and then its run, K in all paths together.
     cu_seqlens [S+1] int32: bounds of the runs. cu_seqlens_k [S+1] int32: bounds of the paths. tokens [K] int64: the computed
     token at each place of each path. predicting [T] int64: the computed token that predicts each target.
     """
@@ -94,8 +95,8 @@ class PackedBatch:
     All [T] arrays are indexed by the position that *predicts* the token. cu_seqlens covers T, so padding belongs to the last
     sequence, whose mask is False there.
 
-    With `paths`, token_ids, position_ids, is_padding and routed_experts are of the tokens that the model computes, [U], and all
-    other arrays have only the positions that predict a sampled token: T of them, often several of one computed token.
+    With `paths`, token_ids, position_ids, is_padding and routed_experts are arrays [U] of the tokens that the model computes. All
+    other arrays have only the T positions that predict a sampled token; one computed token often has several of these positions.
     """
 
     uids: tuple[str, ...]
@@ -130,7 +131,7 @@ class PackedBatch:
 
     @property
     def num_shared(self) -> int:
-        """Number of tokens of the sequences that are computed for another sequence alone."""
+        """Number of the sequences' tokens that are not computed, because another sequence begins with them."""
         return 0 if self.paths is None else self.paths.tokens.numel() - self.num_computed
 
     @property
@@ -152,7 +153,7 @@ def padding(agent: int = 0) -> TrainSequence:
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """Return [trained_rows, positive_rows] of a batch. num_rows: their numbers; None: the host waits for the device."""
+    """Return [trained_rows, positive_rows] of a batch. num_rows: their counts; None: the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
     return [kernels.kept_rows(row_mask, num_kept=num) for row_mask, num in zip((mask, mask & of_positive), num_rows)]
 
@@ -165,8 +166,9 @@ def plan_micro_batches(
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
     are even: the heaviest bin goes first, to the lightest rank. A sequence costs its tokens plus a quadratic term for attention.
-    A micro-batch may be empty only if there are fewer sequences than ranks. All its sequences are of one kind (kinds: the kind
-    of each sequence; None: all are alike).
+    A micro-batch may be empty only if there are fewer sequences than ranks. All sequences of a micro-batch have one kind.
+
+    kinds: kind of each sequence; None: all have the same kind.
 
     Raises ValueError if a sequence is longer than max_tokens.
     """
@@ -228,8 +230,8 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1, shared: Sequence
     align: the number of computed tokens is padded to a multiple of it (tensor parallelism splits them).
     shared: number of leading tokens of each sequence that are computed for the one before it; (): 0 for all.
 
-    The host concatenates their arrays, from which kernels.pack computes each position's input and target. An empty list packs to
-    one masked token, so that a rank without work still takes part in every collective.
+    The host concatenates the sequences' arrays, from which kernels.pack computes each position's input and target. An empty
+    list packs to one masked token, so that a rank without work still takes part in every collective.
 
     Raises ValueError if a token is not among those that its sampler recorded as kept.
     """
@@ -291,7 +293,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1, shared: Sequence
 def _with_paths(
     batch: PackedBatch, sequences: Sequence[TrainSequence], bounds: npt.NDArray[np.int32], shared: Sequence[int]
 ) -> PackedBatch:
-    """Keep of a batch the tokens to compute and the positions that predict sampled tokens. bounds: its cu_seqlens on the host."""
+    """Reduce a batch to the tokens to compute and the positions that predict sampled tokens. bounds: cu_seqlens on the host."""
     num_own = np.diff(bounds) - shared
     runs = np.concatenate([[0], num_own.cumsum()])
     path, paths = np.empty(0, np.int64), []

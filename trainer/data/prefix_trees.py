@@ -9,8 +9,8 @@ computes only the tokens after that prefix:
     a b g          g          2
     h i          h i          0
 
-Any part of the order is a batch: its first sample computes all of its tokens. A cut therefore repeats the tokens that the sample
-behind it shares with the one before it.
+Any part of the order is a batch: its first sample computes all of its tokens. A cut therefore repeats the tokens that the
+sample after the cut shares with the sample before the cut.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marsrl.trainer.data.packing import TrainSequence, check_lengths, cost, deal
 
 
 class Branch(NamedTuple):
-    """Sample, by index, in depth-first order. shared: leading tokens that earlier samples compute; its last one is its own."""
+    """Sample, by index, in depth-first order. shared: number of leading tokens that earlier samples compute, never all."""
 
     sample: int
     shared: int
@@ -38,8 +38,8 @@ def depth_first(
 ) -> list[list[Branch]]:
     """Order the samples of each kind by adapter and tokens.
 
-    kinds, adapters: those of each sample. Samples of two kinds need different micro-batches; those of two adapters share nothing.
-    Shared tokens are equal, at equal positions, and have equal recorded experts or none.
+    kinds, adapters: kind and adapter of each sample. Samples of two kinds need different micro-batches; those of two adapters
+    share nothing. Shared tokens are equal, at equal positions, and have equal recorded experts or none.
     """
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     tokens = [np.concatenate([s.prompt_ids, s.token_ids]) for s in sequences]
@@ -71,10 +71,10 @@ def plan_trees(
 ) -> list[list[list[Branch]]]:
     """Assign samples to micro-batches as plan_micro_batches does, but count a prefix once: plan[rank][micro_batch].
 
-    trees: of depth_first; a micro-batch has samples of one of them. A tree of more than max_tokens is cut where the fewest
+    trees: result of depth_first; a micro-batch has samples of one tree. A tree of more than max_tokens is cut where the fewest
     tokens are repeated in total. If ranks would have no micro-batch, the costliest one is cut as evenly as possible.
-    lengths, sampled: tokens of each sample, and those that the head predicts. Both are bounded by max_tokens, because equal
-    answers share all but one of their tokens in the layers, and none in the head.
+    lengths, sampled: number of tokens of each sample, and number of those that the head predicts. Both are bounded by
+    max_tokens, because equal answers share all but one of their tokens in the layers, and none in the head.
 
     Raises ValueError if a sample is longer than max_tokens.
     """
@@ -116,11 +116,11 @@ def _num_equally_routed(first: TrainSequence, second: TrainSequence, most: int) 
 def _cut(
     branches: Sequence[Branch], lengths: Sequence[int], sampled: Sequence[int], max_tokens: int
 ) -> list[list[Branch]]:
-    """Cut a tree into parts of at most max_tokens, with the fewest repeated tokens, and wherever none are repeated."""
+    """Cut a tree into parts of at most max_tokens, with the fewest repeated tokens; also cut wherever no token is repeated."""
     shared = np.array([branch.shared for branch in branches])
     before = np.cumsum([0, *(lengths[sample] - shared_tokens for sample, shared_tokens in branches)])
     sampled_before = np.cumsum([0, *(sampled[branch.sample] for branch in branches)])
-    repeated = np.zeros(len(branches) + 1)  # The fewest repeated tokens of the branches before each place.
+    repeated = np.zeros(len(branches) + 1)  # Smallest number of repeated tokens in the branches before each place.
     starts = np.zeros(len(branches) + 1, np.int64)  # Start of the last part that ends at each place.
     for end in range(1, len(branches) + 1):
         first = int(np.searchsorted(before, before[end] - max_tokens))

@@ -25,7 +25,7 @@ from marsrl.trainer.runs.collective import (
     world_size,
 )
 
-WORTHWHILE = 1.15  # least ratio of all tokens to computed ones for shared_prefixes=auto
+WORTHWHILE = 1.15  # shared_prefixes=auto: least ratio of all tokens to computed tokens at which prefixes are shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class BatchShard:
     align: the number of tokens that a micro-batch computes is a multiple of it.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
-    shared_prefixes: on: a micro-batch computes a prefix that its samples share once (prefix_trees.py); auto: in updates whose
-        samples have over WORTHWHILE times the tokens that are then computed; off: never.
+    shared_prefixes: on: a micro-batch computes a prefix that its samples share once (prefix_trees.py); auto: only in
+        updates whose samples have over WORTHWHILE times the tokens that are then computed; off: never.
     adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
         micro-batch has only one adapter.
     """
@@ -133,7 +133,8 @@ def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[_Members]]:
     """Assign sequences to the micro-batches of each data rank.
 
-    is_apart: micro-batches at the same index have the same adapter on all ranks, because experts process rows of many ranks.
+    With shard.is_apart, micro-batches at the same index have the same adapter on all ranks, because experts process rows of many
+    ranks.
     """
     if shard.is_apart:
         alone = replace(shard, is_apart=False)

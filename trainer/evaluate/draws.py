@@ -82,7 +82,7 @@ class Said(Schema):
 class Draw(Schema):
     """One draw of one problem: an episode of the team.
 
-    of: name of the set of data.eval.
+    of: name of the set of data.eval that the problem belongs to.
     problem: id of the problem. question: digest of question and answer, the same in every run.
     system: the team's final answer. alone: the first agent's own answer; null if that agent does not solve.
     team: the orchestration's own metrics. tools: usage by tool.

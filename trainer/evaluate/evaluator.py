@@ -63,7 +63,7 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Collect fixed inputs from the current team's episodes; fewer than configured if it solved, or failed, too few problems.
+        """Collect fixed inputs from the current team's episodes; fewer than configured if the team solved or failed too few.
 
         kept: as in `evaluate`.
         """
@@ -116,7 +116,7 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate the team, and return all results. Whole episodes and fixed inputs are played concurrently.
 
-        kept: saved results of this evaluation with these weights. They are not repeated; new results are added.
+        kept: saved results of this evaluation with these weights. Saved results are not repeated; new ones are added.
 
         Raises RuntimeError: a judge left more answers unjudged than judge.max_missing_share.
         """
@@ -277,5 +277,5 @@ def _counted(progress: OnProgress | None, num_kept: int) -> OnProgress | None:
 
 
 def _is_whole(played: Played) -> bool:
-    """True if no engine failed in the episode. A resumed evaluation repeats the others."""
+    """True if no engine failed in the episode. A resumed evaluation repeats other episodes."""
     return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

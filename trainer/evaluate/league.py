@@ -32,7 +32,7 @@ from marsrl.trainer.report.summary import Elo, Estimate, LeagueResult, Schema, w
 from marsrl.trainer.runs.answers import Answers, key_of
 
 GAMES = "league.jsonl"
-_MOST_ROUNDS, _CLOSE = 2000, 1e-6  # iterations of the fit, and the change of log strengths at which it ends
+_MOST_ROUNDS, _CLOSE = 2000, 1e-6  # most iterations of the fit; change of log strengths that ends the fit
 
 
 class Game(Schema):
@@ -57,7 +57,7 @@ def evaluate_league(
     folder: Path,
     progress: OnProgress | None = None,
 ) -> LeagueResult | None:
-    """Play the current version against each opponent in both roles, and rate it; None if all games failed.
+    """Play the current version against each opponent in both roles, and rate the current version; None if all games failed.
 
     slots: {opponent's version: name of its adapter slot in the engines}.
     folder: folder of this evaluation; the folders beside it belong to earlier evaluations.
@@ -103,7 +103,7 @@ def evaluate_league(
 
 
 def score_of(played: Played, role: str, other: str) -> float | None:
-    """Return 1 if the agent `role` got a higher reward than `other` in the game, 0.5 if equal, 0 if lower; None if it failed.
+    """Return 1 if the agent `role` got a higher reward than `other` in the game, 0.5 if equal, 0 if lower; None on failure.
 
     Penalties for the form of a completion do not count. An agent without a turn has reward 0.
     """
@@ -123,7 +123,10 @@ def score_of(played: Played, role: str, other: str) -> float | None:
 
 
 def result_of(games: Sequence[Game], earlier: Sequence[Game]) -> LeagueResult | None:
-    """Return scores and rating of the version that played `games`; None if all failed. earlier: games of other evaluations."""
+    """Return scores and rating of the version that played `games`; None if all games failed.
+
+    earlier: games of other evaluations.
+    """
     scored = [game for game in games if game.score is not None]
     if not scored:
         return None

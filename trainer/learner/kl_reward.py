@@ -46,7 +46,7 @@ class KlToGo:
     def centred(self, totals: Tensor) -> Tensor:
         """Return values minus the mean over trained tokens of the agent's other samples, [T] float32; 0 for a single sample.
 
-        totals: [A, 2], of all batches (`totals`).
+        totals: [A, 2], sum over all batches of what the method `totals` returns.
         """
         total, number = (totals[self.agent_of] - self.sums).unbind(1)
         baseline = torch.where(number > 0.5, total / number.clamp(min=1), 0.0)

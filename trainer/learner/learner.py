@@ -20,7 +20,7 @@ The parts of a step and their files:
 
 Policies that are adapters of one base share micro-batches; each gets the same update as if trained alone:
 
-    for group in groups(learners, agents):            # of a run: Together((solver, verifier), ...), Together((other,), ...)
+    for group in groups(learners, agents):            # such as Together((solver, verifier), ...), Together((other,), ...)
         updates = scatter(joined(...), group.shard(max_tokens))
         stats = group.train_step(updates)              # {policy: StepStats}
 
@@ -93,7 +93,7 @@ class Learner:
         objectives: objective of each agent of the run, in order; they differ only in clip ranges. mpt.probability replaces
             their mpt_probability; mpt.scope "off" turns the masking off.
         reference_dir: weights of the frozen KL reference; loaded only if there is a KL term. None: the
-            reference is the starting point of the adapter, which is loaded anyway.
+            reference is the adapter's starting point on the base, which is loaded anyway.
         reward_kl_coef: weight of the KL penalty in the reward, instead of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
         sleeps: sleep() frees the GPU's memory (trainer.sleep); otherwise it does nothing.
@@ -127,7 +127,7 @@ class Learner:
             reference = Model(frozen_model(reference_dir, layout, policy))
         elif objectives[0].kl != "none" and policy.adapter is not None:
             reference = self._starting_point(policy, seed)
-        self._past: Any = None  # The reference's module, if it is renewed.
+        self._past: Any = None  # Module of a reference that is renewed from later weights.
         if policy.reference == "past" and reference is not None:
             self._past = reference.bank.adapters[reference.slots[0]] if reference.bank else reference.module
         self.passes = Passes(
@@ -180,7 +180,7 @@ class Learner:
         return Model(base.wrapped, base.trained, (slot,))
 
     def _starting_point(self, policy: PolicyConfig, seed: int) -> Model:
-        """Return the adapter as it begins; the bare base if it has no effect there."""
+        """Return a model with the adapter's initial weights; the bare base if these have no effect."""
         from marsrl.trainer.learner.megatron.adapter import Adapter
         from marsrl.trainer.learner.megatron.passes import Model
 
@@ -209,7 +209,8 @@ class Learner:
     def sleep(self) -> None:
         """With `sleeps`, move weights, optimizer state and reference to pinned CPU memory and free the gradients. Collective.
 
-        held() then exports from the CPU; every other method first wakes the learner, for which engines on its GPU must sleep.
+        While the learner sleeps, held() exports from the CPU. Every other method wakes it first; engines on its GPU must then
+        sleep.
         Ranks may continue at different times: call a barrier before the engines wake.
         """
         if self.sleeps:
@@ -251,8 +252,8 @@ class Learner:
         by_agent: also measure the norm of each agent's share of the gradient; this does not change the step.
         keep: uids of samples whose tokens are added to the statistics; the same on all ranks.
 
-        Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
-        gradient is not finite on any rank changes nothing.
+        All ranks of a data-parallel group must have equally many micro-batches; a rank without samples has pack([]). An update
+        whose loss or gradient is not finite on any rank changes nothing.
 
         Raises ValueError on all ranks if any micro-batch does not fit mpt.scope or trainer.router_replay.
         """
@@ -366,7 +367,7 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(about["num_steps"])
         if self.base is None:
-            self.sleep()  # Leave the memory to the next policy. Adapters share theirs.
+            self.sleep()  # Leave the memory to the next policy. Adapters share the memory of their base.
 
 
 @dataclass(frozen=True)

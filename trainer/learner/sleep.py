@@ -28,7 +28,7 @@ class Memory:
 
     def __init__(self, kept: Callable[[], Iterable[Tensor]], dropped: Callable[[], Iterable[Tensor]] = tuple) -> None:
         self._kept, self._dropped = kept, dropped
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # Asleep, with their sizes in bytes.
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []  # Sleeping storages, with their sizes in bytes.
         self._copies: dict[int, Tensor] = {}  # Bytes by storage; allocated once, because pinning memory is slow.
 
     @property
@@ -74,7 +74,7 @@ class Memory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """Yield each storage on the training device once, without single numbers (AdamW's step)."""
+    """Yield each storage on the training device once, except storages of single numbers (AdamW's step)."""
     device, found = training_device(), set[int]()
     for tensor in tensors:
         storage = tensor.untyped_storage()

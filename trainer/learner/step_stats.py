@@ -216,7 +216,7 @@ def _mismatch(
 
 
 def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
-    """Return the sum of -log p, and the same times token weights, each [A] float64."""
+    """Return the sum of -log p, and the same sum weighted by token, each [A] float64."""
     weighted = -logprobs if batch.token_advantages is None else -logprobs * batch.token_advantages
     empty = torch.zeros(num_agents, dtype=torch.float64, device=logprobs.device)
     agent_of = batch.of_tokens(batch.agent_of)

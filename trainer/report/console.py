@@ -83,7 +83,7 @@ class Bar:
         self.update(int(self._progress.tasks[0].completed) + count, note)
 
     def update(self, completed: int, note: str | None = None, total: int | None = None) -> None:
-        """Set the progress, in units; note None keeps the last one."""
+        """Set the progress, in units; note None keeps the last note."""
         fields: dict[str, Any] = {} if note is None else {"note": note}
         now_s = time.monotonic()
         if self._first[1] < 0:

@@ -39,7 +39,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step in the checkpoint. Lines of later steps belong to lost work and are cut off (0 keeps a line of
+    resume_step: the last step in the checkpoint. Lines of later steps belong to lost work and are cut off (0 keeps the line of
         step 0, -1 keeps no line). Must be given if the run already has a metrics.jsonl. TensorBoard's pages hide the same steps,
         but its event files keep them.
     """
@@ -104,7 +104,7 @@ def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[
     for number, line in enumerate(content.split(b"\n")[:-1], first):  # The last piece is torn, or empty.
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])
-            step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError
+            step = int(values.pop("step"))  # type: ignore[arg-type]  # null raises TypeError
         except (ValueError, KeyError, TypeError) as error:  # msgspec, and a key that is not UTF-8, raise ValueError.
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is not a line of metrics ({error}); remove it or restore the file"
@@ -120,7 +120,7 @@ def _truncate(path: Path, last_step: int) -> int | None:
 
 
 def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
-    """Start a wandb run. It uses the network, so only if run.wandb names a project."""
+    """Start a wandb run. Call only if run.wandb names a project: wandb uses the network."""
     import wandb  # Optional; preflight refuses run.wandb without it.
 
     # At step 0 an earlier start may have failed, so the run may or may not exist.

@@ -74,19 +74,21 @@ class MetricsPort:
             ("step", "the last step that was logged", "", {} if step is None else {"": step}),
             (
                 "seconds_since_step",
-                "since the last step was logged, or since the start",
+                "seconds since the last step was logged, or since the start",
                 "",
                 {"": time.monotonic() - since},
             ),
             ("engines", "engines that serve now", "policy", self.engines()),
-            ("rank_silence_seconds", "since another rank's last heartbeat", "rank", silences),
-            ("metric", "of the last step, docs/metrics.md", "name", values),
+            ("rank_silence_seconds", "seconds since another rank's last heartbeat", "rank", silences),
+            ("metric", "metrics of the last step, docs/metrics.md", "name", values),
         ):
             family = GaugeMetricFamily(f"marsrl_{name}", text, labels=[label] if label else [])
             for label_value, value in value_of.items():
                 family.add_metric([label_value] if label else [], value)
             yield family
-        counter = CounterMetricFamily("marsrl_count", "of all steps since this start, docs/metrics.md", labels=["name"])
+        counter = CounterMetricFamily(
+            "marsrl_count", "totals of all steps since this process started, docs/metrics.md", labels=["name"]
+        )
         for name, value in self._totals.items():
             counter.add_metric([name], value)
         yield counter

@@ -70,7 +70,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
 
 
 class GradSpikes:
-    """Detector of gradient-norm spikes: compares every norm with the running median of the last 50 of its name.
+    """Detector of gradient-norm spikes: compares every norm with the median of the last 50 norms of the same name.
 
     rows: metrics of earlier steps, from which a resumed run restores the medians.
     Norms of 0 (from steps that trained nothing) and non-finite norms are left out of the medians.

@@ -32,7 +32,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
 
 
 class Schema(BaseModel):
-    """Base of the models here: frozen, no unknown keys, no NaN."""
+    """Base class of this module's pydantic models: frozen, no unknown keys, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
@@ -240,7 +240,7 @@ def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
 
 
 class EngineRecord(Schema):
-    """Record of the engines: class, and version of the library. sampler: the sampler of the tokens."""
+    """Record of the engines: their class, and the library's version. sampler: name of the sampler that chooses tokens."""
 
     engine_class: str = Field(alias="class")
     library: str

@@ -33,7 +33,7 @@ class TokenRecord:
 
     line: line of the sample in samples/step_N.parquet, from 1.
     policy: policy that answered.
-    update: number, from 1, of the step's update that trained the sample; 0: none, and logprobs and entropy are NaN.
+    update: number, from 1, of the step's update that trained the sample; 0 if none did; logprobs and entropy are then NaN.
     text: text of all tokens, the end token included. ends: int32, index in `text` where each token's text ends.
     token_ids: int32.
     rollout_logprobs, logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept.

@@ -25,7 +25,7 @@ Argument = int | float | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Activity in one lane. start_s, end_s: seconds since the trace began, or time.time() if taken for another trace."""
+    """Activity in one lane. start_s, end_s: seconds since the trace began; time.time() in a span from `take`."""
 
     lane: str
     name: str

@@ -60,7 +60,7 @@ def barrier() -> None:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Meeting point of the ranks, on a separate connection to the store, which a waiting rank blocks. number: meetings so far."""
+    """Meeting point of the ranks, on a separate connection to the store, which a waiting rank blocks. number: count so far."""
 
     store: dist.Store
     number: int = 0

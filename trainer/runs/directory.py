@@ -167,8 +167,8 @@ class RunDirectory:
         The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims the name, so that two
         runs started in the same second differ. A folder without data, left by a failed start, is reused.
 
-        Raises ValueError if the name exists, its run began, and resume is off; if it is not a run directory or not a plain file
-        name; for resume without a name; or if the folder is not writable.
+        Raises ValueError if a run of this name has begun and resume is off; if the folder is not a run directory; if the name is
+        not a plain file name; for resume without a name; or if the folder is not writable.
         """
         existing, root = cls.find(directory, name, resume), Path(directory)
         with _naming_run_dir(root):
@@ -292,7 +292,7 @@ class RunDirectory:
     def mark_best(self) -> int | None:
         """Write the name of the checkpoint with the best evaluation into checkpoints/best; return its step, or None."""
         best, pointer = self.best_evaluated(self.steps_on_disk()), self.checkpoints / "best"
-        if best is None:  # The run resumed from before all evaluated steps.
+        if best is None:  # The run resumed from a step before all evaluated steps.
             pointer.unlink(missing_ok=True)
         else:
             write_atomically(pointer, f"step_{best}\n".encode("ascii"))

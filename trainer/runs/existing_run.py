@@ -158,7 +158,7 @@ def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
     """Yield changed settings that are incompatible with the checkpoint, each with both values.
 
-    Adapters of a base may be added and removed, and agents may then change to an added one, or from a removed one.
+    Adapters of a base may be added and removed, and agents may then change to an added adapter, or from a removed one.
     """
     for key in ("task", "orchestration"):
         if getattr(saved, key) != getattr(now, key):

@@ -49,7 +49,7 @@ class DemonstrationTokens:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._encoded = lru_cache(maxsize=8192)(renderer.encode_trusted)  # Warm-start drills repeat.
+        self._encoded = lru_cache(maxsize=8192)(renderer.encode_trusted)  # The warm start repeats its drills.
 
     def sequence(
         self,
@@ -64,7 +64,7 @@ class DemonstrationTokens:
         """Return a sequence that trains all of the completion and none of the prompt.
 
         prompt: text, tokenised as it is, or messages, rendered by the chat template.
-        writer: index of the writer; losses are summed by writer.
+        writer: index of who writes the completion (an agent); losses are summed by writer.
         ends: append the end token to the completion.
         weights: weight of each token of the completion, including the end token; None: 1.
         """

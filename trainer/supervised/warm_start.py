@@ -1,12 +1,12 @@
 """Warm start: policies with random weights imitate a tutor, by the same training as `marsrl sft`, and become a mediocre team.
 
     phase 1   one role, until its averaged loss is low       (rollout/tasks/*/tutor.py explains the order)
-    phase 2   all roles, until the judged role's is low too
+    phase 2   all roles, until the judged role's loss is low too
     phase 3   all roles, while the learning rate falls
 
 The result is cached by the hash of the recipe, torch's version and the processor. RL always starts from the cached file, so that
 runs with a new and with a cached warm start are the same. The folder ready/ holds the result for one recipe, that of the default
-run (docs/cpu_default.md), so that it starts from the same float32 weights on every processor.
+run (docs/cpu_default.md), so that the default run starts from the same float32 weights on every processor.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class League:
             raise RuntimeError(
                 f"league: {'; '.join(lines)}; restore the file, or remove {folder} to go on without this opponent"
             )
-        copy = self._files.path / folder.name  # Engines on other hosts, and replacements of lost engines, read it too.
+        copy = self._files.path / folder.name  # Engines on other hosts, and replacements of lost ones, read the copy.
         shutil.copytree(folder, copy)
         self._sync.load_past(AdapterUpdate(slot, str(copy), version), read_tensors(folder))
         if slot in self._held:

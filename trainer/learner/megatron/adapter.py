@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen model; all policies with the same base share one copy of it per rank.
+"""Low-rank adapters on a frozen model; policies with the same base share one copy of the base per rank.
 
 An adapted layer with weight W adds B s (A x) to W x, with s = alpha / rank.
 
@@ -46,12 +46,12 @@ from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
 from marsrl.trainer.learner.megatron.model import as_run, bare_model
 from marsrl.trainer.learner.sleep import Memory
 
-# Matrices with the same input, whose A are one matrix.
+# Matrices with the same input, whose A matrices are joined into one.
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ALIGNMENT = 16  # In numbers: GPUs read 16 bytes at a time.
+_ALIGNMENT = 16  # In elements: GPUs read 16 bytes at a time.
 
 Place = tuple[str, str]
-"""Matrix (of joined ones the first) and "A" or "B"."""
+"""Name of the matrix (for joined matrices, of the first), and "A" or "B"."""
 
 
 def is_whole(name: str, letter: str) -> bool:
@@ -136,7 +136,7 @@ class FrozenBase:
         return active.product(active.scaled(low, is_own=True), name, "B", is_own=True)
 
     def _of_experts(self, prefix: str, names: Sequence[str], rows: Tensor, counts: Tensor) -> Tensor | None:
-        """Return the adapter's part of down or of gate, up: [R, out] from rows [R, in] and the rows of each expert.
+        """Return the adapter's part of down or of gate, up: [R, out] from rows [R, in] and the number of rows of each expert.
 
         The micro-batch must have a single adapter.
         """
@@ -162,7 +162,8 @@ class Pair(nn.Module):
 class Rows:
     """Buffer of the matrices that are summed over one group: [N, P], a row for each of the adapters in `slots`.
 
-    places: {place: (offset in a row, shape)}. num_whole: leading numbers of a row that every tensor-parallel rank has.
+    places: {place: (offset in a row, shape)}. num_whole: number of leading elements of a row that every tensor-parallel rank
+    holds.
     group: data-parallel ranks. gradients: [N, P] float32; empty if nothing is trained.
     """
 
@@ -199,9 +200,9 @@ def _up(number: int, multiple: int) -> int:
 class Bank:
     """A and B of all adapters of one base on this rank, which train together. An adapter's slot is its index.
 
-    Each adapter has a row of the dense buffer and, with the target experts, one of theirs. A row has a place for each matrix. All
-    adapters' A of a matrix are thus one tensor [N, ..., r, in], and their B [N, ..., out, r], views of the buffer. r is the
-    largest rank; numbers beyond an adapter's own rank are 0, and so are their gradients.
+    Each adapter has a row of the dense buffer and, with the target experts, a row of the experts' buffer. A row has a place for
+    each matrix. All adapters' A of a matrix are thus one tensor [N, ..., r, in], and their B [N, ..., out, r], views of the
+    buffer. r is the largest rank; numbers beyond an adapter's own rank are 0, and so are their gradients.
 
         buffer     matrices                                          gradients are summed over
         dense      A of q, k, v, gate, up and B of o, down           DP and TP
@@ -211,7 +212,7 @@ class Bank:
 
     def __init__(self, *, is_trained: bool) -> None:
         self.adapters: list[Adapter] = []
-        self.buffers: dict[bool, Rows] = {}  # By "is of experts".
+        self.buffers: dict[bool, Rows] = {}  # By "has the matrices of experts".
         self._is_trained = is_trained
 
     def add(self, adapter: Adapter) -> int:
@@ -223,12 +224,12 @@ class Bank:
                 place, _, num = _place(name, letter)
                 shape = (*weight.shape[:-2], num, *weight.shape[-2:]) if letter == "A" else tuple(weight.shape)
                 of_kind = shapes.setdefault(".experts." in name, {})
-                of_kind[place] = tuple(map(max, shape, of_kind.get(place, shape)))  # The ranks may differ.
+                of_kind[place] = tuple(map(max, shape, of_kind.get(place, shape)))  # Adapters may have different ranks.
         options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         for is_expert, of_kind in shapes.items():
             slots = list(range(len(self.adapters)))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if is_expert:  # They may be large, and a micro-batch has those of a single adapter.
+            if is_expert:  # Rows may be large, so only adapters of experts have one.
                 slots = [slot for slot in slots if "experts" in self.adapters[slot].settings.targets]
                 group = parallel_state.get_expert_data_parallel_group()
             self.buffers[is_expert] = Rows.of(of_kind, slots, group, options)
@@ -248,7 +249,7 @@ class Bank:
                 yield kind, rows, rows.slots.index(slot)
 
     def views(self, adapter: Adapter, rows: Mapping[bool, Tensor]) -> Iterator[Tensor]:
-        """Yield the adapter's matrices in its order, as views of one row [P] of each buffer."""
+        """Yield the adapter's matrices in the adapter's order, as views of one row [P] of each buffer."""
         for name, letter, weight in adapter.matrices():
             is_expert, (place, index, _) = ".experts." in name, _place(name, letter)
             view = self.buffers[is_expert].at(rows[is_expert], place)
@@ -256,7 +257,7 @@ class Bank:
             yield view[tuple(map(slice, weight.shape))]
 
     def weights(self, name: str, letter: str) -> Tensor:
-        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: of joined, the first."""
+        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: of the first joined."""
         rows = self.buffers[".experts." in name]
         return rows.at(rows.weights, (name, letter))
 
@@ -270,8 +271,8 @@ class Bank:
 class ActiveAdapters:
     """Adapters of a micro-batch, whose tokens are grouped by adapter in the order of their bank.
 
-    slots: a range of the bank that has them all. counts: [slots] int64, tokens of each. own: counts among this tensor-parallel
-    rank's tokens.
+    slots: a range of the bank's slots that contains these adapters. counts: [slots] int64, number of tokens of each slot. own:
+    the same counts for this tensor-parallel rank's tokens.
     """
 
     bank: Bank
@@ -284,7 +285,7 @@ class ActiveAdapters:
         return any(name in adapter.pairs for adapter in self.bank.adapters[self.slots])
 
     def scaled(self, low: Tensor, *, is_own: bool = False) -> Tensor:
-        """Multiply each row by its adapter's alpha / rank. is_own: of this tensor-parallel rank's tokens."""
+        """Multiply each row by its adapter's alpha / rank. is_own: the rows are this tensor-parallel rank's tokens."""
         first, *others = (adapter.settings.scale for adapter in self.bank.adapters[self.slots])
         if all(scale == first for scale in others):
             return low * first
@@ -297,7 +298,7 @@ class ActiveAdapters:
 
 
 def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, counts: Tensor) -> Tensor:
-    """Multiply rows of x by the matrices in these rows of the bank, or by the experts in one; counts: rows of each matrix."""
+    """Multiply rows of x by the matrices in rows of the bank, or by the experts in one row. counts: rows of x for each matrix."""
     matrices, gradient = bank.weights(name, letter)[row], None
     if torch.is_grad_enabled():
         matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[row]
@@ -307,8 +308,8 @@ def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, co
 class Adapter(MegatronModule):
     """This rank's part of an adapter. Construction is collective.
 
-    Parameters have the names of mapping.adapter_units. pairs: by adapted matrix, "layer.matrix", with the layer
-    counted over all stages. converter: reads and writes the adapter.
+    Parameters have the names of mapping.adapter_units. pairs: by name of the adapted matrix, "layer.matrix", with the
+    layer counted over all stages. converter: reads and writes the adapter.
     """
 
     def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:

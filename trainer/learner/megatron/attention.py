@@ -1,4 +1,4 @@
-"""Packed causal attention for megatron's layers, on kernels.attention_varlen; also of samples that share prefixes."""
+"""Packed causal attention for megatron's layers, on kernels.attention_varlen; also for samples that share prefixes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from marsrl.trainer.learner.megatron.context import Keys
 def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
     """Return values[rows], whose gradient adds up repeated rows in float32, or in float64 for float64.
 
-    values: [U, ...] float; rows: [R] int64. A GPU would round each sum to 16 bits and lose small parts of many samples' gradient.
+    values: [U, ...] float; rows: [R] int64. In 16 bits a GPU would round each partial sum, and lose
+    small gradients among many.
     """
     result: Tensor = _GatherRows.apply(values, rows)
     return result
 
 
 def save_ungathered(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> AbstractContextManager[None]:
-    """Keep `values` for the backward pass, in the body, instead of gather_rows(values, rows), which can be many times larger.
+    """In the body, save `values` for the backward pass instead of gather_rows(values, rows), which can be many times larger.
 
     pairs: (gather_rows(values, rows), values). The backward pass gathers them again.
     """
@@ -37,7 +38,7 @@ def save_ungathered(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> Abs
 
     def pack(saved: Tensor) -> Tensor | tuple[Tensor, Any, Any]:
         for pointer, size, values in gathered:
-            if saved.data_ptr() == pointer and saved.numel() == size:  # Whole, perhaps transposed.
+            if saved.data_ptr() == pointer and saved.numel() == size:  # The whole tensor, perhaps transposed.
                 return values, saved.shape, saved.stride()
         return saved.detach()  # An output that holds its own graph would never be freed.
 
@@ -78,7 +79,7 @@ class Segments(PackedSeqParams):
     max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # Set only under context parallelism.
     paths: Paths | None = None  # Set only if samples share prefixes.
-    kept: dict[int, KeptAttention] | None = None  # By layer number, until the layer is recomputed; None: not kept.
+    kept: dict[int, KeptAttention] | None = None  # By layer number, kept until the layer is recomputed.
 
     @classmethod
     def of(cls, batch: PackedBatch, context_group: Any) -> Segments:

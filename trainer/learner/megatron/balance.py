@@ -122,8 +122,8 @@ def balance_experts(
 ) -> Iterator[Callable[[], ExpertLoad | None]]:
     """Add the gradient of the balancing loss in the body's backward passes, one per micro-batch of the update.
 
-    counts: choices of the whole update; None only with a single micro-batch or no coefficient. num_tokens: tokens of the update
-    over all ranks, without padding.
+    counts: choices of the whole update; None only with a single micro-batch or a coefficient of 0. num_tokens: tokens of the
+    update over all ranks, without padding.
 
     Yields a function that returns the load after the body; None for a model without experts. Collective over all ranks.
     """
@@ -152,7 +152,7 @@ def _load(model: PolicyModel, tallies: dict[int, _Tally], num_tokens: int) -> Ex
 
 
 def _sums(model: PolicyModel, tallies: dict[int, _Tally]) -> Tensor:
-    """Sum over all ranks: [layers of the whole model, 2, E] float64. Each pipeline stage contributes its layers."""
+    """Return the sums over all ranks, [layers of the whole model, 2, E] float64. Each pipeline stage contributes its layers."""
     config = model.config
     device = next(iter(tallies.values())).sums[0].device
     sums = torch.zeros(config.num_layers, 2, config.num_moe_experts, dtype=torch.float64, device=device)

@@ -2,7 +2,7 @@
 
 __R_0.distcp    tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
 index.json      location of each part of each tensor: replaces Megatron's .metadata, which is a pickle
-common.json     shared state, the number of the optimizer's updates: replaces Megatron's common.pt, whose
+common.json     the shared state: number of the optimizer's updates. Replaces Megatron's common.pt, whose
                 parameter groups differ between layouts with and without expert parallelism
 metadata.json   Megatron's name of the format
 

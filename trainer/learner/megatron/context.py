@@ -121,7 +121,8 @@ def _padding(name: str, dtype: torch.dtype) -> int:
 class Keys:
     """Keys visible to this rank's queries, in 2S segments: the two chunks of each sequence.
 
-    cu_seqlens: [2S+1] int32, bounds of the queries; cu_seqlens_k: [2S+1] int32, bounds of the keys; aligned at their ends.
+    cu_seqlens: [2S+1] int32, bounds of the queries; cu_seqlens_k: [2S+1] int32, bounds of the keys. The queries and keys of a
+    segment end at the same token.
     places: [(2C+1) T'/2] int64, each key's index among the keys gathered from all ranks, [C T'].
     """
 

@@ -45,7 +45,8 @@ class Converter:
         """Convert `model`, which holds only an adapter's parameters if `adapter` is given (adapter.py)."""
         self._shape = shape
         self._parameters = dict(model.named_parameters())
-        self.held: Callable[[Tensor], Tensor] = lambda parameter: parameter  # Its values, wherever they are (sleep.py).
+        # Maps a parameter to its values, which are on the CPU while the learner sleeps (sleep.py).
+        self.held: Callable[[Tensor], Tensor] = lambda parameter: parameter
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         num_stages = self._num_stages
         self._units = units(shape, num_stages) if adapter is None else adapter_units(shape, adapter, num_stages)
@@ -70,7 +71,7 @@ class Converter:
     def load(self, model_dir: str | Path) -> None:
         """Fill the parameters from a Hugging Face directory; a rank reads only the bytes of its own shards.
 
-        Raises ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
+        Raises ValueError, with name, file and both shapes, if a tensor is missing or has another shape.
         """
         self.fill(partial(HfReader(model_dir).shard, self._shape))
 
@@ -145,7 +146,7 @@ class Converter:
     def stack(self, name: str) -> Tensor:
         """Return this rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if evenly strided.
 
-        On the CPU while the learner's memory sleeps (sleep.py).
+        The tensor is on the CPU while the learner's memory sleeps (sleep.py).
         """
         unit, part = self._part_of[name]
         parameter = self.held(self._parameters[self._local_name(unit)].data)

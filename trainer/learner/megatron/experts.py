@@ -61,8 +61,8 @@ class GroupedExperts(MegatronModule):
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
             set_tensor_model_parallel_attributes(
                 weight, True, dimension, 1
-            )  # Otherwise the gradient norm counts only one rank.
-            weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
+            )  # Otherwise the gradient norm counts only one rank's part.
+            weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # selects DDP's group
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute [R, H] from rows [R, H] sorted by expert, tokens_per_expert [E] and the router's weights [R]; no bias.
@@ -161,7 +161,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, rows: Tensor) -> Tensor:
         """Sum each token's results, [..., H]."""
         if self.config.overlap_moe_expert_parallel_comm:
-            for index in self.order:  # The stream that made it must not reuse its memory before this one has read it.
+            for index in self.order:  # Its memory must not be reused before the current stream has read it.
                 index.record_stream(torch.cuda.current_stream())
         out = moe_unpermute(rows, self.order).view(self.hidden_shape)
         del self.order, self.order_of_received, self.tokens_per_expert

@@ -54,7 +54,7 @@ class PolicyModel(GPTModel):
 
     On the last pipeline stage it returns HeadResult if a loss is given (mpt: the settings of its gate), else log-probs
     [T] float32; on other stages the hidden states [T / TP, 1, H].
-    active: adapters to add to its layers (adapter.py: ActiveAdapters).
+    active: adapters to add to the layers (adapter.py: ActiveAdapters).
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
@@ -95,7 +95,7 @@ class PolicyModel(GPTModel):
             return results[0].policy.loss
 
         for layer in self.decoder.layers:
-            layer.mlp.router.padding_mask = inputs["padding_mask"].t()  # The plan calls routers without it.
+            layer.mlp.router.padding_mask = inputs["padding_mask"].t()  # The plan calls routers without the mask.
         plan = self.build_schedule_plan(**inputs, attention_mask=None, extra_block_kwargs={"compute": compute})
         return plan, lambda total: (total.clone(), torch.zeros((), dtype=torch.int, device=total.device), results[0])
 

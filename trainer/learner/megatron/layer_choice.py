@@ -6,8 +6,9 @@
     rope                    rotation of queries and keys in one kernel; angles are gathered by position first (head.py), so the
                             kernel needs no bounds of sequences
 
-The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU. Also the reasons why DeepEP cannot
-exchange experts' tokens (experts.py).
+The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU.
+
+This module also tells why DeepEP cannot exchange experts' tokens (experts.py).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
 
 
 def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
-    """Yield every layout that fits, with expert_tensor 1 or `tensor`: only these gradients were compared with one rank."""
+    """Yield every layout that fits, with expert_tensor 1 or `tensor`: only these layouts' gradients were tested."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor in sizes:
         for pipeline in sizes:

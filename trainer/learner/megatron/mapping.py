@@ -183,7 +183,7 @@ def hf_span(unit: Unit, size: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def join(shape: ModelShape, unit: Unit, tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
-    """Join the unit's Hugging Face tensors, each reduced to hf_span, to the shard, in the view that is cut."""
+    """Join the unit's Hugging Face tensors, each reduced to hf_span, into the shard, in the view that is cut."""
     if unit.kind == "qkv":
         return torch.cat([t.unflatten(0, (shape.num_kv_heads // parts, -1)) for t in tensors], 1)
     if unit.kind == "pair":

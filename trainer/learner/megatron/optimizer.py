@@ -1,9 +1,11 @@
-"""AdamW: Megatron's distributed one, with fixes for checkpoints without TransformerEngine, and one for all adapters of a base.
+"""AdamW in two forms: Megatron's distributed optimizer, and one for all adapters of a base.
+
+Megatron's has fixes for checkpoints without TransformerEngine.
 
 optimizer.zero_grad()
 ...                                        # backward passes
 norms = optimizer.grad_norms()             # of each policy
-optimizer.apply(norms, rates)              # learning rates; None: the policy rests
+optimizer.apply(norms, rates)              # learning rates; None: the policy keeps its weights
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOp
 class Optimizer:
     """AdamW over a DDP model, its state sharded over data-parallel ranks unless configured otherwise.
 
-    Vectors (norms, biases) get no weight decay. Norms and rates are lists of one number, at `slot`; BankOptimizer
-    has one for each adapter.
+    Vectors (norms, biases) get no weight decay. Norms and rates are lists of one number, at index `slot`;
+    BankOptimizer has one number for each adapter.
     """
 
     slot = 0
@@ -189,7 +191,7 @@ class BankOptimizer:
         self.is_distributed = all(config.distributed for config in configs)
         is_offloaded = any(config.offload for config in configs)
         self.has_begun = False
-        self.main: dict[bool, Tensor] = {}  # Own columns of the weights in float32.
+        self.main: dict[bool, Tensor] = {}  # This rank's columns of the weights, in float32.
         for kind, rows in bank.buffers.items():
             own = self.own(kind, rows.weights).detach()
             self.main[kind] = own.to("cpu" if is_offloaded else own.device, torch.float32)
@@ -206,7 +208,7 @@ class BankOptimizer:
             fused=True,
         )
         for row in (row for group in self.optimizer.param_groups for row in group["params"]):
-            self.optimizer.state[row] = {  # Checkpoints hold it from the start.
+            self.optimizer.state[row] = {  # Checkpoints hold this state from the start.
                 "step": torch.tensor(0.0, device=row.device),
                 "exp_avg": torch.zeros_like(row),
                 "exp_avg_sq": torch.zeros_like(row),
@@ -271,7 +273,7 @@ class BankOptimizer:
         for slot, (rate, group) in enumerate(zip(rates, self.optimizer.param_groups, strict=True)):
             group["lr"], shrink = rate, self._clips[slot] / (norms[slot] + 1e-6)
             for main, (kind, rows, row) in zip(group["params"], self.bank.rows_of(slot), strict=True):
-                main.grad = None  # AdamW leaves such a row alone.
+                main.grad = None  # AdamW skips a row without a gradient.
                 if rate is not None:
                     gradient = self.own(kind, rows.gradients)[row]
                     main.grad = (gradient.mul_(shrink) if shrink < 1 else gradient).to(main.device)
@@ -280,7 +282,7 @@ class BankOptimizer:
             self._write(slot)
 
     def _write(self, slot: int) -> None:
-        """Write the float32 numbers to the weights, from all ranks that have a part."""
+        """Write the float32 copies, gathered from all ranks that have a part, to the weights."""
         for kind, rows, row in self.bank.rows_of(slot):
             weights, main = rows.weights[row], self.main[kind][row]
             own = self.own(kind, weights)
@@ -343,7 +345,7 @@ class AdapterOptimizer:
             self.reload_weights()
 
     def _whole(self, kind: bool, row: Tensor, *, is_loading: bool) -> Tensor:
-        """Return a row [P] from the columns of all ranks; with is_loading empty."""
+        """Return a row [P] with the columns of all ranks; with is_loading, an empty row."""
         buffer = self.bank.buffers[kind]
         whole = torch.empty_like(buffer.weights[0], dtype=torch.float32)
         if is_loading:

@@ -33,7 +33,7 @@ def start(layout: Layout, seed: int) -> None:
     """Create the default process group (gloo without CUDA, nccl with it) and megatron's groups for `layout`.
 
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
-    one does nothing.
+    layout does nothing.
 
     Raises ValueError if groups exist for another layout.
     """

@@ -42,8 +42,8 @@ from marsrl.trainer.machine import training_device
 class MicroBatch:
     """One micro-batch of an update, and outputs of the step's initial weights for this rank's part of it.
 
-    loss: old_logprobs are None for pseudo on-policy, reference_logprobs None without a KL term; both are [T] float32, nats, 0
-        outside the mask. Both are used only on the last pipeline stage.
+    loss: old_logprobs are None if the old policy is the current one, and reference_logprobs without a KL term; both are [T]
+        float32, nats, 0 outside the mask. Both are used only on the last pipeline stage.
     experts: experts to force, for this rank's layers and tokens; None: the router chooses.
     """
 
@@ -72,8 +72,8 @@ class Work:
 class Model:
     """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
-    bank: has these adapters in its `slots`, ascending; None: no adapters. adapter_of: index among the slots of each agent's
-        adapter; (): every agent has the first one.
+    bank: holds these adapters, in its `slots` in ascending order; None: no adapters. adapter_of: index among the slots of each
+        agent's adapter; (): every agent has the first one.
     """
 
     module: Any
@@ -120,7 +120,7 @@ class Passes:
     reward_kl_coef: float = 0.0
 
     def can_join(self, other: Passes) -> bool:
-        """Return True if both policies are adapters of one base, and both references are adapters of it or the base itself."""
+        """Return True if both policies are adapters of one base, and both references are adapters of that base, or the base."""
         if self.trained.module is not other.trained.module:
             return False
         references = [passes.reference for passes in (self, other)]

@@ -1,4 +1,4 @@
-"""Records the experts chosen in a forward pass and forces them in a later one (router replay).
+"""Router replay: record the experts chosen in a forward pass, and force these experts in a later pass.
 
     with record_experts(model) as choices:                     # R2: with the step's initial weights
         ...forward passes...                                   # or, R3: [experts_of_rank(model, batch.routed_experts), ...]
@@ -129,8 +129,8 @@ class _Replayer:
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # Counts of micro-batches so far: first forward passes, those of them without gradients (in checkpointed layers), and
-        # recomputations.
+        # Numbers of micro-batches so far: with a first forward pass, with a first pass without gradients (in checkpointed
+        # layers), and with a recomputation.
         self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool per micro-batch
         self.is_forced: list[Tensor] = []

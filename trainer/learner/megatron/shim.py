@@ -59,7 +59,7 @@ def install() -> bool:
 
 
 def _before_import() -> None:
-    # jit_fuser is torch.compile (21.7 s against 0.03 s per step) and is read when megatron decorates functions.
+    # Megatron would compile functions with jit_fuser, which is torch.compile, at import: a step takes 21.7 s instead of 0.03 s.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
