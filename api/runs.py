@@ -192,7 +192,7 @@ def evaluate(
     """Evaluate a team without training it, as `marsrl evaluate` does.
 
     Args:
-        config: as in `train`; or a run, its directory or one of its checkpoints, to evaluate its team with those weights.
+        config: as in `train`; or, to evaluate a run's team and weights, a run, its directory or one of its checkpoints.
         out: folder for the evaluation and each finished draw; an earlier evaluation in it is resumed. Default: a new folder.
 
     Raises:

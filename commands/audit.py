@@ -40,7 +40,7 @@ _EXPLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check: passed, failed, or None if the run lacks the records for it; and the finding as text."""
+    """Result of one check. passed: None if the run lacks the records for the check. text: the finding."""
 
     name: str
     passed: bool | None
@@ -89,7 +89,7 @@ class _Steps:
             )
 
     def of_trained(self) -> Iterator[tuple[int, SampleTrace]]:
-        """Yield (step, sample) for the samples of trained policies: those that have been published."""
+        """Yield (step, sample) for the samples of policies with a publish, which are the trained ones."""
         for step, samples in self.samples.items():
             yield from ((step, sample) for sample in samples if sample.policy in self.policies)
 

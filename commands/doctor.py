@@ -69,7 +69,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Return the findings as text, one line each: + is used on this host, - is not."""
+    """Return the findings as text, one line each: `+` marks what is used on this host, `-` what is not."""
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):
         lines.append(topic)

@@ -29,7 +29,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory, given itself or one of its checkpoints."""
+    """Return the run directory of `path`, which is that directory or one of its checkpoints."""
     return path.absolute().parents[1] if path.absolute().parent.name == "checkpoints" else path
 
 
@@ -38,7 +38,7 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
 
     run: a run directory, or one of its checkpoints: checkpoints/best, checkpoints/step_N.
 
-    Raises ValueError: no run, or a run without a complete checkpoint.
+    Raises ValueError if there is no run, or the run has no complete checkpoint.
     """
     source, run = run, run_of(run)
     config = RunDirectory(run).config

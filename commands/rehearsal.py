@@ -151,7 +151,7 @@ def rehearse_shown(
 
     Raises ConfigError if the task has no problems, or settings are wrong.
     """
-    logging.disable(logging.ERROR)  # the tree shows failures
+    logging.disable(logging.ERROR)  # the printed tree shows failures
     try:
         with origin.places_in_errors():
             rehearsal = rehearse(config, answers, question=question, reference=reference)
@@ -193,8 +193,8 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
     """Return a line that names the first step with samples to train on, if each answer takes one step; [] if that is step 1.
 
-    Teams with tools, which may be paid services, and programs are not rehearsed, and give []. So does rollout.overlap, where each
-    step waits for finished groups.
+    Returns [] without a rehearsal for programs, for teams with tools (which may be paid services), and with rollout.overlap,
+    where each step waits for finished groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:
         return []
@@ -286,7 +286,7 @@ def _scripted(
 def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer, by_turn: bool
 ) -> contextlib.AbstractContextManager[Gateway]:
-    """Open the program's gateway with one worker: it plays one session after the other, so seeded answers are reproducible."""
+    """Open the program's gateway with one worker. Sessions are played one by one, so seeded answers are reproducible."""
     from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
     from marsrl.rollout.gateway.workers import check_external
 

@@ -30,7 +30,7 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import opened_atomically
 from marsrl.trainer.visible import visible
 
-_AT_ONCE = 16  # problems in flight: more than there are judge processes, so that none idles
+_AT_ONCE = 16  # problems judged at once: more than there are judge processes, so that no process idles
 _MOST_UNJUDGED = 3  # failed judgements before a problem is given up: each may take task_options.timeout_s
 _MOST_ROWS, _MOST_ANSWERS, _MOST_CHARS = 10, 8, 80  # printed problems, answers per problem, characters per answer
 

@@ -84,7 +84,7 @@ def quantity(text: str) -> tuple[str, str] | None:
 
 
 def other_unit(text: str) -> str | None:
-    """Return the same number with another unit, which is a wrong answer; None if the text is no quantity."""
+    """Return the same number with another unit, which is a wrong answer; None if the text is not a quantity."""
     if degrees := _DEGREES.fullmatch(text):
         return f"{degrees[1]}{'F' if degrees[2] == 'C' else 'C'}{degrees[3]}"
     if (found := _unit_of(text)) is None:

@@ -1,4 +1,4 @@
-"""Best of n: drop problems that the config's team solves never or (nearly) always in n tries, since they give no gradient.
+"""Best of n: drop problems that the config's team solves never, or (nearly) always, in n tries: they give no gradient.
 
 Answers are sampled and judged as in `marsrl evaluate` (Evaluator.correctness), with the settings `evaluate`.
 """

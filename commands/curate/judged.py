@@ -35,7 +35,11 @@ OpenPool = Callable[[], AbstractContextManager[tuple[ChatRenderer, EnginePool]]]
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """Yes/no question about a row. instructions: its text in the prompt. yes, no: names for kept and dropped rows in reports."""
+    """Yes/no question about a row.
+
+    instructions: text of the question in the prompt.
+    yes, no: names for kept and dropped rows in reports.
+    """
 
     instructions: str
     yes: str
@@ -134,7 +138,7 @@ def judged(
 
 @dataclass(eq=False, slots=True)
 class _Judge:
-    """Judge of rows in order, which requests missing answers of later rows ahead.
+    """Judge that decides on rows in order, and requests missing answers for later rows in advance.
 
     asked: everything that an answer depends on besides question and reference.
     prompt_ends: last characters of the prompts that await an answer, by key.

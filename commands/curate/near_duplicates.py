@@ -1,4 +1,4 @@
-"""Near-duplicate questions: MinHash (rensa) finds candidates, and the Jaccard similarity of their shingles decides.
+"""Near-duplicate questions: MinHash (rensa) finds candidates, and the Jaccard similarity of their shingles (substrings) decides.
 
 Each row is compared with the rows kept before it, so the first of several similar rows is kept.
 """
@@ -19,7 +19,7 @@ from marsrl.trainer.config.curate import NearDuplicatesConfig
 _BATCH = 1024  # rows hashed in one call
 _SEED = 0
 _HASHES = 126  # MinHash values per question
-_FOUND = 0.95  # minimum probability that the index finds a pair whose similarity equals the threshold
+_FOUND = 0.95  # minimum probability that the index finds a pair with a similarity equal to the threshold
 _COMPARED = 64  # maximum candidates whose shingles are compared: questions from one template can have thousands
 
 

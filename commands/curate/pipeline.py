@@ -127,7 +127,7 @@ class Pipeline:
             for row, decision in decisions:
                 try:
                     line = to_line(row, decision)
-                except BadLine as reason:  # not representable in JSON: dropped, whatever the decision
+                except BadLine as reason:  # JSON cannot represent the row: it is dropped, whatever the decision
                     row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
                     line = to_line(row, decision)
                 (kept_file if decision.is_kept else dropped_file).write(line)

@@ -18,7 +18,7 @@ from marsrl.rollout.tasks.data import has_placeholder, lookup, problem_of, read_
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import LevelConfig
 
-_ENOUGH = 50  # minimum rows for a meaningful share
+_ENOUGH = 50  # minimum number of rows for a meaningful share
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class CurationStopped(RuntimeError):
 
 
 class MissingShare:
-    """Counter of rows without a verdict. most: largest share of such rows; key: the setting that has it, for messages."""
+    """Counter of rows without a verdict. most: largest share of such rows; key: the setting with that share, for messages."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most

@@ -30,7 +30,7 @@ from marsrl.trainer.visible import Key, shown
 LISTS = ("flag", "name")
 """Parameters that a question may repeat."""
 
-MOST_CHARS = 200_000  # maximum characters of a text to compare; longer ones would take too long
+MOST_CHARS = 200_000  # maximum characters of a text to compare; a longer text would take too long
 _MOST_WORDS = 3000  # maximum words of a changed passage that is compared word by word
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _PIECE = re.compile(r"\w+|\s+|[^\w\s]")

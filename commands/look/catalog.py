@@ -28,10 +28,10 @@ from marsrl.trainer.runs.directory import RunDirectory, step_files
 T = TypeVar("T")
 Curves = dict[str, list[tuple[int, float | None]]]
 PAGE = 50
-_READ_S = 1.0  # maximum seconds for reading new samples files in one refresh; the next one reads the rest
+_READ_S = 1.0  # maximum seconds for reading new samples files in one refresh; the next refresh reads the rest
 _SEARCH_S = 0.15  # maximum seconds of one search for words
 _LARGEST_TREE = 5000
-_WINDOW = 6  # number of steps that contain a trajectory: with five agents it spans five in the agentic pipeline
+_WINDOW = 6  # steps that contain a whole trajectory: with five agents, one spans five in the agentic pipeline
 _WORD = re.compile(r"[^\W_]+")
 
 FLAGS = {
@@ -106,7 +106,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An agent's samples for a problem in a step that pass a filter. reward: mean reward, None if no sample has one."""
+    """Counts for one agent, problem and step, over the samples that pass a filter.
+
+    num: number of samples. reward: mean reward; None if no sample has one.
+    """
 
     step: int
     block: int
@@ -210,7 +213,8 @@ class Catalog:
                     file.seek(num_read)
                     content = file.read()
                 lines = content[: content.rfind(b"\n") + 1]
-                curves = {name: list(curve) for name, curve in curves.items()}  # others may still read the old lists
+                # Copy the lists, because other threads may still read them.
+                curves = {name: list(curve) for name, curve in curves.items()}
                 try:
                     for row, _ in parse_metrics(lines, path, num_lines + 1):
                         for name, value in row.values.items():

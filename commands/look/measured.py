@@ -191,12 +191,12 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
     """Return lifetimes of each agent's samples of a rollout instance, in seconds of the trace.
 
     A sample's lifetime begins when its oldest version was published and ends with the step that trained it. Tokens have versions,
-    not times, so this is the earliest possible beginning. None: the time is not in the trace.
+    not times, so this is the earliest possible beginning. A time is None if it is not in the trace.
     """
     rows = catalog.tree(rollout)
     trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
     publishes = [s for s in trace if s.name == "publish" and "version" in s.arguments]
-    published = {s.arguments["version"]: s.end_s for s in publishes}  # newest first: the earliest publish wins
+    published = {s.arguments["version"]: s.end_s for s in publishes}  # newest first, so that the earliest publish wins
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
     lives = Counter((row.agent, row.step, row.oldest) for row in rows)

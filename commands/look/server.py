@@ -48,7 +48,7 @@ class PlainJson(Response):
 def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> FastAPI:
     """Return the application.
 
-    cookie: name of its cookie. Viewers on different ports of a host share cookies, so each needs another name.
+    cookie: name of the application's cookie. Viewers on different ports of a host share cookies, so each needs another name.
     """
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson

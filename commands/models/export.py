@@ -47,7 +47,7 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     Returns the folder that the weights come from, and their size in bytes.
 
     source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N or checkpoints/best), or one policy's folder
-        in a checkpoint; or a PEFT directory, to store a pair for each expert.
+        in a checkpoint; or a PEFT directory, to give each expert its own pair of matrices.
     policy: name of the policy to export, if there are several.
     merge: write an adapter merged into its base.
 

@@ -66,7 +66,7 @@ class _Reader:
 
 
 def _numbers(content: bytes, at: int, kind: int, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Decode a tensor: step x scale, and in Q4_1 also plus the block's minimum.
+    """Decode a tensor. Each number is step x scale; Q4_1 also adds the block's minimum.
 
     In a Q4_1 block, the low half-bytes are the first 16 steps and the high half-bytes the other 16.
     """

@@ -18,8 +18,8 @@ from marsrl.commands.plan.plan import Plan, PolicyPlan
 from marsrl.commands.plan.ranking import Option, best_of_each_layout
 from marsrl.rollout.adapter import AdapterConfig
 
-_ROWS = 8  # maximum layouts in the table
-_UNFIT = 4  # maximum layouts in the table that do not fit
+_ROWS = 8  # maximum number of layouts in the table
+_UNFIT = 4  # maximum number of layouts in the table that do not fit
 
 
 _OF_A_POLICY = (

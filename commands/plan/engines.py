@@ -132,7 +132,7 @@ class Demand:
 
     @property
     def waiting(self) -> float:
-        """Iterations in which a stage waits for its longest completions: its largest minus its mean number of tokens.
+        """Iterations in which a stage waits for its longest completions: largest minus mean tokens of a completion.
 
         With overlap, completions of the next stage fill the engines meanwhile.
         """
@@ -255,7 +255,8 @@ def _layer_numbers(setup: EngineSetup, touched: float = 1.0) -> float:
     touched: share of the experts to count, for example those that a batch is routed to.
     """
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
-    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
+    # Experts on the fullest GPU, divided by the mean over the GPUs.
+    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0
     padding = 1.0
     if setup.weights == "fp8":
         width = shape.ffn_size / (1 if setup.spreads_experts else tensor)

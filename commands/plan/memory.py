@@ -33,7 +33,7 @@ class Training:
     deterministic: attention keeps separate copies of the queries' gradient. router_replay: replay mode of a model with experts.
     adapters: adapters trained on one frozen copy of the model; (): the model itself is trained.
     sleeps: trainer.sleep, with engines on the same GPUs.
-    overlaps_dispatch: a micro-batch's forward runs beside the backward of the one before it.
+    overlaps_dispatch: a micro-batch's forward pass runs beside the backward pass of the previous one.
     """
 
     shape: ModelShape

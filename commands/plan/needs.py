@@ -244,7 +244,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         scored_reference = shape if is_own else find_shape(first.reference)
         reference = (
             None if adapters and is_own else scored_reference
-        )  # the base is the reference, at most with another A and B
+        )  # the base model is the reference, if need be with other adapter matrices
     # The policy runs one forward before its updates for old log-probs, or to record experts (R2) or count them.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1

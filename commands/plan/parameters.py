@@ -15,7 +15,7 @@ from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, padded_rows
 
 @dataclass(frozen=True)
 class Elements:
-    """Parameter counts of a whole model by kind of split. Counts of layers are for one layer; all layers are equal."""
+    """Parameter counts of a whole model by kind of split. The counts layer_* are for one layer; all layers are equal."""
 
     embedding: int  # split by TP, padded; shared with the head if the model is tied
     head: int  # split by TP, padded; 0 if the model is tied
@@ -107,8 +107,8 @@ def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[Adapt
     """Count the numbers in A and B of all these adapters on one rank of any pipeline stage.
 
     q, k, v, gate, up: r in [A, whole] + out r / TP [B]; o, down: r in / TP [A] + out r [B, whole]; expert: r (in + out) / EP.
-    Adapters are stored together: each has a place for all matrices of attention and MLP, and those with experts for theirs, at
-    the largest rank.
+    Adapters are stored together. Each has a place for all matrices of attention and MLP and, if it adapts experts, for the
+    experts' matrices. All places have the largest rank.
     """
     largest: dict[str, tuple[int, int, int]] = {}
     for adapter in adapters:

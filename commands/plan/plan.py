@@ -65,7 +65,7 @@ class PolicyPlan(Needs):
 
     @property
     def chosen(self) -> Option | None:
-        """The config's layout if it fits, else the best that does; None if nothing fits."""
+        """The config's layout if it fits, else the best layout that fits; None if nothing fits."""
         if self.configured is not None and self.configured.fits:
             return self.configured
         return self.options[0] if self.options and self.options[0].fits else None

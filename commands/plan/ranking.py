@@ -26,8 +26,8 @@ _MAX_NUM_SEQS = 256  # vLLM's default. More requests take longer per step, and t
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: bytes of the GPU that others use during training (an engine in the same process).
-    between_bytes: bytes that others use only between updates (an engine that sleeps during them).
+    shared_bytes: bytes of the GPU that an engine in the same process uses during training.
+    between_bytes: bytes of the GPU that an engine uses between updates only, because it sleeps during updates.
     sweeps_entropy: True if DMMPT's gate reads the entropy of samples before the loss.
     scored: models with a forward pass before the update.
     cuts_sequences: True if context parallelism is possible.
@@ -106,7 +106,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
     time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
     read_again = (
         0 if training.adapters or not training.sleeps else memory.weights
-    )  # by a publish, to send and to sum them
+    )  # a publish reads the weights, to send them and to compute checksums
     time.offloading += 2 * (memory.asleep + read_again) / (gpu.pcie * hw.LINK_SHARE.value)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 

@@ -60,7 +60,7 @@ def sft(config: RunConfig, origin: ConfigOrigin) -> int:
 
     Raises ValueError for invalid settings or files.
     """
-    launcher, prepared = os.getppid(), prepare(config, origin)  # holds the run's lock until this returns
+    launcher, prepared = os.getppid(), prepare(config, origin)  # holds the run's lock until this function returns
     try:
         teach_team(prepared)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@
 
 The path of one tensor (the steps between trainer and engine are in rollout/weights):
 
-    sync.backend=shm    Converter.export, whole on rank 0 -> write_version: its checksum, a file -> EnginePool.update_weights
+    sync.backend=shm    Converter.export, whole on rank 0 -> write_version: checksum, file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
     adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
                         -> the engine: its part of A and of B alpha / rank -> checksum                   (AdapterSync)
@@ -18,7 +18,7 @@ The path of one tensor (the steps between trainer and engine are in rollout/weig
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
-Adapters of one base that change in one step are one publish.
+Adapters of one base that change in the same step are published together.
 
 Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption in transfer can cost
 weeks, so every check runs on every publish; only the comparison has an interval.
@@ -76,17 +76,18 @@ StandingBy = Callable[[Callable[[], _T]], _T | None]
 class SyncReport:
     """Result of a verified publish.
 
-    seconds: duration of the publish; for adapters published together, that of all of them.
-    is_direct: without files (nccl, ipc).
-    num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
+    seconds: duration of the publish; for adapters published together, the duration for all of them.
+    is_direct: True if the weights were sent without files (nccl, ipc).
+    num_bytes: bytes sent to an engine: those of the whole model, or fewer with sync.delta.
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
-    comparison: None if it was not due (sync.verify_every).
-    num_engines, num_shards: number of engines that were verified, and of the parts into which each divides its weights.
+    comparison: result of the comparison of log-probs; None if none was due (sync.verify_every).
+    num_engines: number of engines that were verified. num_shards: number of parts into which each engine divides its weights.
     digest: one digest of the checksums of what each engine holds.
-    seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
-        (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
-        sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
-        trainer's log-probs for it) and probe (the engines', and the comparison). With trainer.sleep also sleep.
+    seconds_of: `seconds` by part. With files: export (gathering the trainer's tensors), checksum (of the sent tensors), write,
+        load (by every engine), engine_checksum (by the slowest engine). With nccl or ipc: load (sending, receiving and
+        checksums of the sent tensors, overlapped; repeated if an engine was lost), engine_checksum. If a comparison is due,
+        also scores (the trainer computes log-probs) and probe (the engines compute log-probs, which are compared). With
+        trainer.sleep, also sleep.
     """
 
     version: int
@@ -155,7 +156,7 @@ class WeightSync(ABC):
 
         dtype: compute dtype of the engines.
         verify_every: number of versions from one comparison to the next.
-        turn: a version that is compared, so that policies can take turns. Version 0 is compared for all.
+        turn: number of one of the versions to compare, so that policies can take turns. Version 0 is always compared.
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._verify_every, self._turn = engines, dtype, verify_every, turn
@@ -246,7 +247,7 @@ class AdapterSync(FileSync):
     """Publisher of one adapter; the shared engines keep their weights and the other adapters.
 
     Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so they are always sent as files: one PEFT directory
-    per publish; engines key cached prefixes by its path.
+    per publish. Engines key cached prefixes by the directory's path.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class AdapterSync(FileSync):
     @property
     def published(self) -> Path:
         """PEFT directory of the last version, on rank 0; the next publish removes it."""
-        assert self._written is not None, "before the first publish, or not of rank 0"
+        assert self._written is not None, "no publish yet, or not called on rank 0"
         return self._written.folder
 
     def load_past(self, update: AdapterUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -443,7 +444,7 @@ class Standby:
     pools: {policy: pool of engines} on rank 0; None on other ranks.
     """
 
-    _STOPPED = "\0"  # Sent instead of a policy's name.
+    _STOPPED = "\0"  # Sent instead of a policy's name if rank 0's work raised Stopped.
 
     def __init__(
         self,
@@ -454,7 +455,7 @@ class Standby:
     ) -> None:
         self._syncs, self._learners, self._versions = syncs, learners, versions
         self._pools = pools
-        self._thread: int | None = None  # Rank 0's thread, while the others stand by.
+        self._thread: int | None = None  # Rank 0's thread, while the other ranks stand by.
         for policy, pool in (self._pools or {}).items():
             pool.set_feed(functools.partial(self._feed, policy))
 
@@ -481,7 +482,10 @@ class Standby:
         return result
 
     def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
-        """Send the policy's weights to an engine; None if the others are not on standby, or if called from another thread."""
+        """Send the policy's weights to an engine.
+
+        Returns None if the other ranks are not on standby, or if called from another thread.
+        """
         if self._thread != threading.get_ident():
             return None
         broadcast_bytes(policy.encode())
@@ -501,15 +505,15 @@ def publish(
 ) -> dict[str, SyncReport] | None:
     """Send policies' weights to every engine and verify them: a single policy, or several adapters of one base.
 
-    Several adapters share one message to the engines, and passes over the probe. Collective; returns each policy's report, None
-    except on rank 0.
+    Several adapters share one message to the engines, and the passes for the comparison. Collective; returns each policy's
+    report, None except on rank 0.
 
-    syncs: of the policies to publish. versions: of these policies, and maybe of others.
+    syncs: WeightSync of each policy to publish. versions: current versions of these policies, and maybe of others.
     engines_at_rest: on rank 0, entered when the engines can load the weights. Engines stay idle inside the block; it exits
         once the new weights are verified.
     standing_by: runs rank 0's work while the other ranks send weights to engines that replace lost ones
         (Standby.during). None: lost engines are not replaced.
-    group: of the adapters, if there are several.
+    group: group of the adapters, if there are several.
 
     Raises:
         RuntimeError: the weights did not arrive, an engine's weights differ from those sent (the tensors are
@@ -598,7 +602,7 @@ def _deliver_together(syncs: Mapping[str, WeightSync], versions: Mapping[str, in
 
 
 def _part_load(seconds_of: dict[str, float], delivered: Sequence[Delivered]) -> None:
-    """Subtract the slowest engine's checksum time from the seconds of the load, and note it separately."""
+    """Subtract the slowest engine's checksum time from the seconds of the load, and record that time separately."""
     of_engines = Counter[int]()
     for each in delivered:
         of_engines.update({engine: receipt.checksum_seconds for engine, receipt in each.receipts.items()})
