@@ -121,7 +121,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
                 if learners[name].base is None:
                     learners[name].sleep()
         for learner in learners.values():
-            learner.sleep()  # Adapters too, whose base sleeps only once it has all of them.
+            learner.sleep()  # A shared base sleeps only now, when it has all of its adapters.
         if config.trainer.sleep:
             barrier()  # Engines start once the memory of all ranks is free.
         team = None

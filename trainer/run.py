@@ -136,7 +136,8 @@ class Run:
         """Resume from a checkpoint if run.resume is set; send the weights to the engines; evaluate before the first step."""
         barrier()  # Rank 0 starts its engines before it gets here.
         if self.config.trainer.sleep:
-            self._put_engines_to_sleep(list(self.learners))  # Learners need the memory to score.
+            # The learners need the memory: they are loaded, and compute log-probs for weight sync's comparison.
+            self._put_engines_to_sleep(list(self.learners))
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
@@ -263,7 +264,10 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """With rollout.placement=colocated, free the engines' GPU memory for the trainer inside the block; collective then."""
+        """Free the engines' GPU memory for the trainer inside the block, if rollout.placement=colocated.
+
+        Collective with that placement.
+        """
         if not self.engines_drop_weights:
             yield
             return
@@ -278,10 +282,10 @@ class Run:
         return [policy for later in self.groups[self.groups.index(group) :] for policy in later.learners]
 
     def _put_engines_to_sleep(self, renewed: Sequence[str]) -> None:
-        """Free all engines' memory on the trainer's GPUs; their next request wakes them. Collective.
+        """Free all engines' memory on the trainer's GPUs; the next request to an engine wakes it. Collective.
 
-        renewed: policies that are published before their next request; their engines drop their weights, other engines keep
-            theirs.
+        renewed: policies that are published before the next request to their engines, so that these engines drop their weights;
+            other engines keep theirs.
         """
         if self.driver is not None:
             with self.timed("sleep"):

@@ -118,7 +118,7 @@ def serve_retrieval(
 @command("data", 'marsrl tool search "the home of lotte holt"')
 def tool(
     name: Annotated[str, Argument(metavar="TOOL", help="name under the settings `tools`: search, scholar, ...")],
-    argument: Annotated[str, Argument(help="its text argument, or a JSON object of its arguments")],
+    argument: Annotated[str, Argument(help="the tool's text argument, or a JSON object of its arguments")],
     settings: Settings = None,
     config: Annotated[
         str | None,

@@ -84,7 +84,7 @@ def evaluate(
         Path | None,
         Option(
             metavar="DIR",
-            help="save finished draws and the numbers here; an evaluation in it is resumed"
+            help="folder for finished draws and results; an evaluation in it is resumed"
             " (default: a new folder, evaluations/NAME-TIME)",
         ),
     ] = None,

@@ -18,7 +18,7 @@ def init(
     ] = None,
     shape: Annotated[str, Option(help="model size: tiny, cpu_default, bench")] = "tiny",
     tokenizer: Annotated[
-        str, Option(help="bytes, arithmetic, facts, calls, or a directory to copy one from")
+        str, Option(help="bytes, arithmetic, facts, calls, or a directory to copy the tokenizer from")
     ] = "bytes",
     seed: Annotated[int, Option(help="seed of the random weights")] = 0,
     dtype: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the weights")] = "float32",

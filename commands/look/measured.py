@@ -24,11 +24,11 @@ _MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # maximum size of the table of problems
 _LAST_STEPS = 50  # number of last steps whose median is the measured speed
 
 _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
-    ("", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
+    ("", "grad_spikes", 0.0, "the gradient norm was above 5 times its running median, or not finite"),
     ("response_length/", "/clip_ratio", 0.5, "over half of an agent's samples reached the maximum length"),
     ("reward/", "/missing", 0.0, "samples without a reward"),
     ("metrics/non_finite", "", 0.0, "metrics that were not finite"),
-    ("rollout/finish_error", "", 0.0, "samples that an engine gave up"),
+    ("rollout/finish_error", "", 0.0, "samples that an engine gave up on"),
 )
 
 
@@ -54,8 +54,8 @@ class ChartPlan:
 _OF_POLICY = "(?:([^/]+)/)?"  # prefix in runs with several policies
 PLANS = (
     ChartPlan("Reward", "reward", "reward/(.+)/mean", "mean per agent"),
-    ChartPlan("Groups without advantage", "share", "advantage/(.+)/fraction_zero", "of samples with advantage 0"),
-    ChartPlan("Verdicts", "share", "verdicts/(.+)/fraction_wrong", "of 'wrong' among readable verdicts"),
+    ChartPlan("Groups without advantage", "share", "advantage/(.+)/fraction_zero", "share of samples with advantage 0"),
+    ChartPlan("Verdicts", "share", "verdicts/(.+)/fraction_wrong", "share of 'wrong' among readable verdicts"),
     ChartPlan("Response length", "tokens", "response_length/(.+)/mean", "mean"),
     ChartPlan("Entropy", "nats", f"{_OF_POLICY}actor/entropy"),
     ChartPlan(
@@ -64,7 +64,9 @@ PLANS = (
         f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm",
         "before clipping; for an agent, the norm of its share",
     ),
-    ChartPlan("Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 running medians"),
+    ChartPlan(
+        "Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 times the running median"
+    ),
     ChartPlan("Masked well-mastered tokens", "share", f"{_OF_POLICY}mpt/fraction_masked"),
     ChartPlan(
         "Trainer and rollout probabilities",
@@ -75,7 +77,7 @@ PLANS = (
     ChartPlan("Tokens", "tokens per second", "perf/tokens_per_s"),
     ChartPlan("Engines' time per step, by agent", "seconds", "cost/(.+)/seconds"),
     ChartPlan("Staleness", "policy versions", "rollout/staleness_(.+)"),
-    ChartPlan("Evaluation", "share", "eval/(?!tokens$)([^/]+)", "of held-out problems"),
+    ChartPlan("Evaluation", "share", "eval/(?!tokens$)([^/]+)", "share of held-out problems"),
     ChartPlan("Time per step", "seconds", "timing_s/(?!total$)(.+)", is_activities=True),
 )
 

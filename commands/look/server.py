@@ -69,7 +69,7 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
         elif is_right(request.cookies.get(cookie)):
             response = await go_on(request)
         else:
-            text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole line of it\n"
+            text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole address from there\n"
             response = Response(text, status_code=403, media_type="text/plain")
         response.headers.update(headers)
         return response

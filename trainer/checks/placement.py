@@ -66,7 +66,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
     """Return the moves of engines that rollout.rebalance could make, as text.
 
-    has_gpus: True if an engine takes tensor_parallel GPUs; False: all engines take equal room, so any one can replace another.
+    has_gpus: True if each engine takes tensor_parallel GPUs; False: on CPUs, where any engine can replace any other.
     """
     policies_asked = {agent.policy for agent in config.agents.values()}
     pools = {name: pool for name, pool in config.served_rollouts.items() if name in policies_asked}

@@ -31,7 +31,9 @@ class NearDuplicatesConfig(Settings):
 class CriterionConfig(Settings):
     """Yes/no judgement of a question and its reference answer, by a model."""
 
-    policy: str = Field("main", description="name under `policies` of the judge: a model directory or a server")
+    policy: str = Field(
+        "main", description="policy that judges, by its name under `policies`: a model directory or a server"
+    )
     instructions: str | None = Field(None, max_length=20_000)
     """replaces the built-in question to the judge; the answer format is appended"""
     missing: Fate = Field("drop", description="drop or keep questions without a readable verdict")
@@ -52,7 +54,7 @@ class BestOfNConfig(Settings):
     n: Count = Field(16, description="answers of the whole team to each question")
     keep: tuple[CountOr0, CountOr0] = (1, 11)
     """smallest and largest number of correct answers for which a question is kept"""
-    missing: Fate = Field("drop", description="drop or keep questions that missing rewards leave undecided")
+    missing: Fate = Field("drop", description="drop or keep questions that are undecided because rewards are missing")
     max_missing_share: Share = Field(
         0.1, description="largest share of undecided questions; above it the command stops"
     )

@@ -26,7 +26,7 @@ class CreditConfig(Settings):
     all policies and of untrained agents count; the samples of an agent in one session (orchestration=external) count as one"""
     std: Literal["biased", "unbiased", "none"] = "biased"
     """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and each
-    reward is compared with the mean of the others (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
+    reward is compared with the mean of the others (RLOO), which gives Dr. GRPO's advantages times n / (n - 1)"""
     turns: Literal["sample", "returns"] = "sample"
     """advantages of a sample's turns. sample: all turns share one; returns: each turn has its own, from its reward and the later
     ones, compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
@@ -113,7 +113,7 @@ class LossConfig(Settings):
     dual_clip: float | None = Field(None, gt=1)
     """lower bound dual_clip x A of the surrogate where A < 0 (arXiv:1912.09729); must exceed 1 + clip_high; null: off"""
     ratio: Literal["token", "sequence"] = "token"
-    """token: a ratio per token; sequence: the geometric mean over the sample (GSPO; needs a far smaller clip range)"""
+    """token: a ratio per token; sequence: the geometric mean over the sample (GSPO), which needs a far smaller clip range"""
     kind: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate; cispo: A log p times the clipped, detached ratio, so every token keeps its gradient"""
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"

@@ -28,8 +28,8 @@ class LayoutConfig(Settings):
     """Parallel sizes of a policy (Megatron's); all trained policies use the same (docs/parallelism.md)."""
 
     tensor: Ranks = 1
-    """tensor-parallel size: ranks that split every matrix and the vocabulary; for a model too large for one GPU; keep it within
-    a host (two collectives per layer)"""
+    """tensor-parallel size: ranks that split every matrix and the vocabulary; for a model too large for one GPU; keep these
+    ranks on one host, because each layer has two collectives"""
     expert: Ranks = 1
     """expert-parallel size: ranks that split a layer's experts, each expert whole on one rank; MoE models only; raise it before
     `tensor`"""
@@ -118,8 +118,8 @@ class PolicyConfig(Settings):
     layer, from its input; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the inputs in
     CPU memory (GPU only)"""
     dispatcher: Literal["alltoall", "deepep", "hybridep"] = "alltoall"
-    """exchange of tokens between ranks with different experts; alltoall: NCCL's all-to-all; deepep, hybridep: DeepEP's kernels
-    (docs/parallelism.md; they must be installed; GPU and bfloat16 only; not tested on GPUs)"""
+    """exchange of tokens between ranks with different experts; alltoall: NCCL's all-to-all; deepep, hybridep: DeepEP's
+    kernels, which must be installed and need a GPU and bfloat16 (docs/parallelism.md); not tested on GPUs"""
     overlap_dispatch: bool = False
     """exchange experts' tokens of one micro-batch while another computes (docs/parallelism.md); needs layout.expert above 1,
     bfloat16, and recompute none or selective; not tested on GPUs"""

@@ -67,7 +67,7 @@ class RunSection(Settings):
     """number of groups of each agent whose tokens are logged in a step of token_log_every; all together at most 32 MiB"""
     prometheus_port: int = Field(0, ge=0, le=65535)
     """port on which rank 0 serves Prometheus metrics, at 127.0.0.1:PORT/metrics (docs/prometheus.md); 0: none"""
-    wandb: str | None = Field(None, description="wandb project; default: no wandb, no network")
+    wandb: str | None = Field(None, description="name of a wandb project, which uses the network; default: no wandb")
 
 
 class DataConfig(Settings):
@@ -150,7 +150,7 @@ class TrainerConfig(Settings):
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """expert choices that training repeats. recompute: those of a forward pass with the step's starting weights (R2); rollout:
-    those made in decoding (R3; recorded by rollout.engine=local, and by vllm on GPUs; docs/numerics.md)"""
+    those made in decoding (R3), which rollout.engine=local records, and vllm on GPUs (docs/numerics.md)"""
     max_bad_steps: Count = 3
     """consecutive steps with a non-finite loss or gradient after which the run stops"""
     max_empty_steps: Count = 20
@@ -251,7 +251,9 @@ class WarmStartConfig(TutorConfig):
     Keys of phase 1 are named after the Solver and those of phase 2 after the Verifier, for any team.
     """
 
-    ready: bool = Field(True, description="use the ready-made start if it matches these settings; false: always teach")
+    ready: bool = Field(
+        True, description="use the ready-made warm start if it matches these settings; false: always train one"
+    )
     lr: float = Field(3e-3, gt=0, description="learning rate after the warm-up")
     warmup_steps: CountOr0 = Field(50, description="first steps of phase 1, in which the learning rate rises to lr")
     solver_loss: float = Field(0.10, gt=0, description="averaged loss, nats per token, below which phase 1 ends")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 COLLECTIVE_S = 1800.0
 """Timeout in seconds of a collective that all ranks have reached. It expires if a rank hangs while its heartbeat continues. Ranks
-that load a model from one slow disk may differ by less than this."""
+that load a model from one slow disk must reach the collective within this time of each other."""
 
 PIECE_BYTES = 1 << 20
 """Largest number of bytes per rank in one all_gather. It bounds the device's memory: all ranks' buffers have the largest size."""

@@ -8,8 +8,9 @@ moe_permute     a row for each expert of a token, sorted by expert
   reduce-scatter, all-to-all                                                                 (megatron's)
 moe_unpermute   the sum of a token's rows
 
-This is TokenDispatcher. With policies.<name>.dispatcher=deepep, DeepEP does the outer steps and sends a token once to each rank
-(DeepEPExchange); with hybridep, DeepEP's HybridEP does all steps around GroupedExperts. Both are megatron's "flex" dispatcher.
+TokenDispatcher does these steps. With policies.<name>.dispatcher=deepep, DeepEP does the outer steps and sends a token once to
+each rank (DeepEPExchange); with hybridep, DeepEP's HybridEP does all steps around GroupedExperts. Both are megatron's "flex"
+dispatcher.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ The module that serves each part of a transformer layer:
     experts           GroupedExperts on kernels.grouped_linear, in both columns
     tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, in both columns, or DeepEP; bare_model installs it
 
-Each norm takes one or two kernels each way, and keeps its input and one number per row. We have not compared the speed of the two
-norms. TransformerEngine's norm is used whenever its linear layers are used.
+Each norm takes one or two kernels in each pass, and keeps its input and one number per row for the backward pass. We have not
+compared the speed of the two norms. TransformerEngine's norm is used whenever its linear layers are used.
 
 TransformerEngine's modules are used unfused, so that every parameter has the same name in both columns: checkpoints, conversion
 and export do not depend on the choice. Not run on a GPU.

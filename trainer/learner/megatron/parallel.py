@@ -68,7 +68,7 @@ def start(layout: Layout, seed: int) -> None:
 
 
 def routes() -> Routes:
-    """Return the routes from rank 0 to every data-parallel replica: first to the replica's first rank, then to the others."""
+    """Return the routes from rank 0 to every data-parallel replica: first to its first rank, then to its other ranks."""
     from megatron.core import parallel_state
 
     across = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -221,7 +221,7 @@ class Passes:
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int, int]:
         """Return (trained tokens, computed tokens without padding, shared tokens that are not computed) over all ranks.
 
-        Raises ValueError on all ranks if any batch does not fit.
+        Raises ValueError on all ranks if any batch does not fit mpt.scope or trainer.router_replay.
         """
         problem = 0
         lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
