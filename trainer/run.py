@@ -82,7 +82,7 @@ class Run:
         self.total_seconds = dict(seconds)  # seconds of each part of the run, including those before the first step
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
-        self.untrained: Counter[str] = Counter()  # reasons why steps of this process trained nothing; rank 0
+        self.untrained: Counter[str] = Counter()  # why steps of this process trained nothing; only on rank 0
         self.resumed_step = 0
         self.has_trained = False  # True if this step trained
         self.has_shown_sample = False  # True once this process has shown a sample on the console

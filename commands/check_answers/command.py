@@ -162,7 +162,7 @@ def _tried(problem: Problem, judge: Judge, read: Read, rng: Random, *, is_text: 
 
 
 def counts(checked: Checked) -> Table:
-    """Count the trials of each rule."""
+    """Return a table with the number of trials of each rule."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     for _ in range(3):

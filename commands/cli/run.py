@@ -24,7 +24,7 @@ def try_team(
 ) -> int:
     """Run a team on one problem with made-up answers, and show its calls and rewards; no model is needed.
 
-    Exit code 1: every episode failed.
+    Exits with 1 if every episode failed.
     """
     from marsrl.trainer.config.read import read_config
 

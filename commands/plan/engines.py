@@ -169,7 +169,7 @@ def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
     """Compute the memory of an engine: KV cache = memory x share - weights on a GPU - workspace, unless cache_bytes is set.
 
-    If an engine has more GPUs than KV heads, heads are copied.
+    If an engine has more GPUs than KV heads, several GPUs hold a copy of the same head.
     """
     weights = _weight_bytes(setup) + slot_bytes(setup)
     if setup.draft is not None:

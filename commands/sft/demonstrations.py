@@ -39,7 +39,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Contents of a file.
+    """Contents of a file of demonstrations.
 
     writers: agents in order, and "any" for lines without an agent; TrainSequence.agent is an index into this list.
     notes: messages about skipped lines.

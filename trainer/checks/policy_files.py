@@ -80,7 +80,7 @@ def _shorter_than_asked(original: RunConfig, config: RunConfig) -> list[str]:
 
 
 def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """Check that the layout can split the model and its reference, and that the loss can be computed on them."""
+    """Check that the layout can split the model and its reference, and that it supports the configured loss."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     layout, dispatcher = resolve(config.policies[name].layout), config.policies[name].dispatcher

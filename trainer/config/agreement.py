@@ -181,7 +181,7 @@ def _of_external(config: RunConfig) -> Iterator[str]:
 
 
 def _of_counted(config: RunConfig) -> Iterator[str]:
-    """Refuse rollout.refill and data.rest if the settings leave no groups to count, or no problem that returns."""
+    """Refuse rollout.refill and data.rest if there are no groups that they can count, or no repeated problems."""
     refill, problems = config.rollout.refill, config.rollout.prompts_per_step
     key = "data.rest" if refill is None else "rollout.refill"
     if not config.rewarded_agents:

@@ -28,7 +28,7 @@ ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value,
 """As OFF, for a setting that can also be `on`, which YAML reads as true."""
 
 
-MOST_SEED = 2**31 - 1  # Megatron adds to the seed, and NumPy seeds have 32 bits.
+MOST_SEED = 2**31 - 1  # Leaves room for what Megatron adds, because NumPy seeds have 32 bits.
 
 
 class RunSection(Settings):
@@ -71,7 +71,7 @@ class RunSection(Settings):
 
 
 class DataConfig(Settings):
-    """The problems, where the task reads them from files (docs/data.md)."""
+    """Problems, if the task reads them from files (docs/data.md)."""
 
     train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = None
     """jsonl, json, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); null: the

@@ -314,7 +314,7 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
     """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
     If there are more samples, `number` are drawn, and the others get 0 copies. If there are fewer, all are repeated equally
-    often, and the samples of the remainder are drawn.
+    often, and the remaining copies are of samples that are drawn.
     All samples of an agent and instance are drawn with equal probability, so the mean over copies is unbiased.
     """
     uids: dict[tuple[str, str], list[str]] = {}

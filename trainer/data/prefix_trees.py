@@ -138,7 +138,7 @@ def _cut(
 
 
 def _from_root(branches: Sequence[Branch]) -> list[Branch]:
-    """Return a part of a tree, whose first sample computes all of its tokens."""
+    """Return a part of a tree as a batch, in which the first sample computes all of its tokens."""
     return [Branch(branches[0].sample, 0), *branches[1:]]
 
 

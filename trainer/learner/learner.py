@@ -459,7 +459,7 @@ class Together:
     def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:
         """Return each policy's gradient norms by agent, over all ranks, from a forward and backward pass per agent.
 
-        The norm is None for an agent without a trained token, or of another policy.
+        The norm is None for an agent without a trained token, and for an agent of another policy.
 
         The gradient buffers then hold the last agent's gradients.
         """

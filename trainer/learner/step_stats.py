@@ -34,11 +34,11 @@ _SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent, like _COUNTS.
 class StepStats:
     """Statistics of one optimizer update, or of a step, over all ranks and micro-batches; the same on every rank.
 
-    loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
+    loss: the minimised value (divided by the normaliser). grad_norm: norm of the gradient before clipping.
     is_skipped: loss or gradient was not finite on some rank, so no rank updated.
     is_empty: no trained token on any rank; nothing was computed.
     agent_sums: {metric: one number per agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
-        entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
+        entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (nll with token weights, for supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.

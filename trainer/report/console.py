@@ -32,7 +32,7 @@ from marsrl.trainer.visible import visible
 Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters shown of each text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between a bar's lines in a file: a 10-minute run prints fewer than 100 lines
-PLAIN_SHARE = 0.05  # or this share of the bar's age, if it is longer: an overnight run prints under 200 lines
+PLAIN_SHARE = 0.05  # the same, as a share of the bar's age, if longer: an overnight run prints under 200 lines
 CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook; a drawing replaces the last one
 
 

@@ -163,7 +163,8 @@ def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     """Return metrics of an agent's verdicts; recall_wrong is the detection recall of arXiv:2511.11373, Figure 5."""
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
-    # The reward tells whether the verdict was true (Orchestration.reward); with the verdict, whether the solution was right.
+    # The reward tells whether the verdict was true (Orchestration.reward). Reward and verdict together tell whether the solution
+    # was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
     means: dict[str, Sequence[float]] = {
         "fraction_wrong": [not verdict for verdict in verdicts],

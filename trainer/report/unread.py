@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from marsrl.trainer.visible import visible
 
-MOST_UNREAD = 0.2  # largest share that needs no explanation
-_SHOWN_CHARS = 80  # length of the example
+MOST_UNREAD = 0.2  # largest share of unread or cut completions that needs no explanation
+_SHOWN_CHARS = 80  # longest example, characters
 _LINE_BREAKS = {9: "␉", 10: "␊"}  # these symbols match those of `visible` for other control characters
 
 

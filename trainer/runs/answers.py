@@ -24,7 +24,11 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file. path: None keeps them only in memory. read: parses an answer; None or an error: invalid."""
+    """Answers by key, in one file.
+
+    path: the file; None keeps the answers only in memory.
+    read: parses an answer; returns None or raises if the answer is invalid.
+    """
 
     def __init__(self, path: Path | None, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()

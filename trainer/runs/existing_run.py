@@ -99,7 +99,7 @@ def settings_in(file: Path) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """Return the settings, but the warm start's as the run began, because its checkpoints contain the warm-started weights."""
+    """Return the settings with the run's first seed, warm_start and task_options, which made the weights in its checkpoints."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config
@@ -191,8 +191,10 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
-    """Yield data settings with changed problems, which a run cannot resume with: it samples them by index, and compares
-    evaluations."""
+    """Yield data settings whose problems have changed.
+
+    A run cannot resume with other problems: it samples problems by index, and compares evaluations on them.
+    """
     try:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:

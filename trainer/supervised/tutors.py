@@ -1,4 +1,4 @@
-"""Choice of the tutor for a team whose policies have no model."""
+"""Choice of the tutor, whose answers policies without a model imitate in the warm start."""
 
 from __future__ import annotations
 

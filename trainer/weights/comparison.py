@@ -36,7 +36,7 @@ ADAPTERS_AT_ONCE = (
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median difference: 3 x the noise's median; later, 2 x the first ratio.
 _SHARE = 0.2
-_DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens under a diverged policy.
+_DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens above which the policy has diverged.
 _FLOOR = 1e-6  # Nats: spacing of float32 log-probs between -8 and -16.
 
 
@@ -136,8 +136,8 @@ class EngineComparison:
     """Comparison of trainer and engines, version after version.
 
     The first comparison of a process follows a start from the same files or the same checkpoint, and allows a median difference
-    of 3 times the noise. The ratio found there depends on kernels and hardware. Later comparisons allow twice that ratio, but at
-    least 2 and at most 3 times the noise.
+    of 3 times the noise. The ratio in that comparison depends on kernels and hardware. Later comparisons allow twice that
+    ratio, but at least 2 and at most 3 times the noise.
     """
 
     def __init__(self, adapter: str = "") -> None:

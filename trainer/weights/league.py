@@ -95,7 +95,7 @@ class League:
         return self._run.league / f"{self.config.policy}@{version}"
 
     def _needed(self, version: int) -> Sequence[int]:
-        """Return the versions that a run at this version plays now, or after its next update."""
+        """Return the opponents of this version, and of the next one."""
         return [*self.config.opponents(version), *self.config.opponents(version + 1)]
 
     def _saved(self) -> list[int]:

@@ -290,7 +290,7 @@ class AdapterSync(FileSync):
 
         tensors: the version's tensors, as read from its kept file. Raises RuntimeError if an engine holds other values.
         """
-        assert self._engines is not None, "of rank 0"
+        assert self._engines is not None, "only rank 0 has engines"
         (receipts,) = self._engines.pool.update_adapters([update])
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
         self._engines.check(self._checksums(tensors, self._engines), by_engine, update.version)
@@ -405,7 +405,7 @@ class DirectSync(WeightSync):
 
         meets_anew: open new connections, after a failed transfer or because the engines changed.
         """
-        assert self._engines is not None, "of rank 0"
+        assert self._engines is not None, "only rank 0 has engines"
         pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender
         sender.agree(held, [*shards] * len(engines) if meets_anew else ())
         plans, num_shards = sender.plans, len(shards)

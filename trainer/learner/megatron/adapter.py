@@ -237,7 +237,7 @@ class Bank:
             views = self.views(each, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(each.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
-        for rows in self.buffers.values() if self._is_trained else ():  # The earlier buffers are free now.
+        for rows in self.buffers.values() if self._is_trained else ():  # Only now, when the earlier buffers are freed.
             rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
         self.scales = torch.tensor([each.settings.scale for each in self.adapters], **options)
         return len(self.adapters) - 1

@@ -39,8 +39,8 @@ from marsrl.kernels import RowOrder, grouped_linear, moe_permute, moe_unpermute,
 class GroupedExperts(MegatronModule):
     """SwiGLU experts: down(silu(gate x) * up x), weighted by the router.
 
-    Parameters, with E experts of this rank and F its part of an expert's width:
-        gate_up: [E, 2, F, H], gate first. Their separate dimension keeps gate and up apart under any cut, so that
+    Parameters; E is the number of this rank's experts, F this rank's part of an expert's width:
+        gate_up: [E, 2, F, H], gate first. The separate dimension keeps gate and up apart under any cut, so that
             checkpoints reshard between layouts without knowing about SwiGLU.
         down: [E, H, F].
     """
@@ -180,7 +180,7 @@ class DeepEPExchange(_DeepepManager):
     dispatched_probs: Any
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows sorted by this rank's experts and their weights, from received tokens [R, H]; state is dropped."""
+        """Return rows, sorted by this rank's experts, and the rows' weights, from received tokens [R, H]; state is dropped."""
         chosen, probs = self.dispatched_indices, self.dispatched_probs  # [R, top-k]; -1: the expert is on another rank
         shape = (len(hidden_states), self.num_local_experts + 1)
         experts = torch.where(chosen < 0, self.num_local_experts, chosen)  # the last column is left out

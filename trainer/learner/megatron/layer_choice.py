@@ -103,7 +103,7 @@ def choose_fusions(layers: LayerChoice) -> Fusions:
 
 
 def why_not_added() -> str | None:
-    """Return why the GPU cannot add bfloat16 products to a float32 buffer, by trying a sum of exact numbers; None if it can."""
+    """Return why the GPU cannot add bfloat16 products to a float32 buffer, by trying an exact sum; None if it can."""
     try:
         rows = torch.ones(16, 8, dtype=torch.bfloat16, device="cuda")
         total = torch.ones(8, 8, dtype=torch.float32, device="cuda")

@@ -44,7 +44,7 @@ class Layout:
 
 
 def resolve(config: LayoutConfig) -> Layout:
-    """Fill in the default of expert_tensor: `tensor` for expert 1, else 1."""
+    """Fill in the default of expert_tensor: `tensor` if expert is 1, else 1."""
     return Layout(config.tensor, config.expert, config.tensor_of_experts, config.pipeline, config.context)
 
 

@@ -279,7 +279,7 @@ def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
 
 
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
-    """Build the bare model, and the same wrapped for training."""
+    """Build the bare model; return it, and the same model wrapped for training."""
     model = bare_model(shape, layout, policy)
     config = model.config
     ddp = DistributedDataParallel(

@@ -100,7 +100,7 @@ class Optimizer:
         for part in self.parts():
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
-                # megatron's scheduler applies wd_mult; without one, norms and biases would be decayed.
+                # Without megatron's scheduler, nothing else applies wd_mult, which exempts norms and biases from decay.
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
                     # A fused update takes one pass without copies; set here, because a load replaces the groups.

@@ -80,7 +80,7 @@ def _before_import() -> None:
         _register_builtin(make, f"aten::{name}")  # other libraries' TorchScript functions call these factories
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
-    tensor.record_stream = lambda tensor, stream: None  # called by the same schedule
+    tensor.record_stream = lambda tensor, stream: None  # called by the schedule of overlap_moe_expert_parallel_comm
     tensor.to = _to  # accepts "cuda"
     tensor.type = _type
 
