@@ -45,7 +45,7 @@ FLAGS = {
 }
 """SQL condition of each flag that samples can be filtered by.
 
-The placeholder ? is True if a program plays: it reads the answers itself, so none counts as missing."""
+The placeholder ? is True if a program plays: the program reads the answers itself, so no answer counts as missing."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # a folder step=9 must not become a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,

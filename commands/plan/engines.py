@@ -192,7 +192,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
     """Compute decoding time as the slower of memory traffic and arithmetic, plus prefill time by arithmetic.
 
     iterations = samples response / (engines most) + waiting      most: requests that an engine can decode at once
-    c          = samples response / (engines iterations)          requests that it decodes at once, on average
+    c          = samples response / (engines iterations)          requests that an engine decodes at once, on average
     iteration  = host time + c x host time of a request + max(bytes / bandwidth, 2 P_active c / peak) + collectives
     bytes      = per GPU: weights that c tokens touch + c length KV;   share of experts touched: 1 - (1 - k/E)^c
     with expert parallelism, the busiest GPU reads and multiplies `imbalance` times as much, but reads each expert at most once

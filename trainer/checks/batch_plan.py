@@ -11,7 +11,7 @@ from marsrl.trainer.config.read import ConfigError
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
     """Return {agent: samples of a step}, and whether these are upper bounds.
 
-    If they are not, they assume one call per agent and episode.
+    If they are not upper bounds, the numbers assume one call per agent and episode.
     """
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()

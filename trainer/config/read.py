@@ -231,7 +231,7 @@ def _is_shipped(layer: Layer) -> bool:
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], user_layers: Sequence[Layer]) -> None:
-    """Remove policies that no agent uses, directly or as a base, unless a layer of the user's own defines them."""
+    """Remove policies that no agent uses, directly or as a base, unless one of the user's layers defines them."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
         return

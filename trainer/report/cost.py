@@ -43,7 +43,8 @@ def cost_metrics(counted: Mapping[str, float], agents: Mapping[str, AgentConfig]
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     """Return tools/<name>/share of all tools' calls in one step; empty without calls (MARS, figures of tool use).
 
-    Reading a page does not count as a call: a tool reads it, not an agent. counted: the batch's metrics (rollout/tools/pool.py).
+    Reading a page does not count as a call, because a tool reads the page, not an agent. counted: the batch's metrics
+    (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)

@@ -16,7 +16,7 @@ from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
 FEW_CALLS = 1.5  # calls per sample below which a warning explains the cause
-MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): with fewer verdicts, a single one is already more than 1 - ONE_SIDED
+MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): one verdict of fewer would alone be a share above 1 - ONE_SIDED
 
 
 def summarise(

@@ -210,7 +210,7 @@ class _Resume(torch.autograd.Function):
 class RMSNorm(torch.nn.RMSNorm):
     """Norm by kernels.rms_norm with the interface of megatron's norms.
 
-    megatron's own norm rejects sequence parallelism; this one marks its weight for the reduction over TP ranks.
+    megatron's own norm rejects sequence parallelism; this norm marks its weight for the reduction over TP ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:

@@ -20,7 +20,7 @@ from marsrl.rollout.weights.layout import EMBEDDING, HEAD
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.runs.directory import sync, sync_tree
 
-SHARD_BYTES = 4 * 10**9  # Size of a safetensors file; a writer holds at most this much.
+SHARD_BYTES = 4 * 10**9  # Size of a safetensors file; a writer holds at most this much in memory.
 _ROWS = 16384  # Number of vocabulary rows compared at once.
 _TRAINED = ("BF16", "F16", "F32")  # Dtypes as safetensors names them.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")

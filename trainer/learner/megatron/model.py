@@ -305,7 +305,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
 def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> Any:
     """Load the frozen KL reference on the policy's layout and dtype, without gradients or optimizer.
 
-    It takes only the memory of the weights' shard on each rank.
+    The reference takes only the memory of its weights' shard on each rank.
     """
     shape = read_shape(model_dir)
     model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none"}))
