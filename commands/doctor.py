@@ -1,4 +1,4 @@
-"""`marsrl doctor`: what is installed, what works on this host, and why the rest does not. It starts no engine."""
+"""`marsrl doctor`: what is installed, what works on this host, and why the rest does not. The command starts no engine."""
 
 from __future__ import annotations
 

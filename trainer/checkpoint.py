@@ -244,7 +244,7 @@ def load_checkpoint(
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
-    """Read `latest` on rank 0; return (its step, error in it) on all ranks. Collective."""
+    """Read `latest` on rank 0; return (step, error in the file) on all ranks. Collective."""
     step, problem = None, None
     if rank() == 0:
         try:

@@ -86,7 +86,7 @@ def commit() -> str | None:
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return {distribution: version} for those of these distributions that are installed."""
+    """Return {distribution: version} for the given distributions that are installed."""
     versions = {}
     for name in names:
         try:

@@ -72,7 +72,7 @@ class Run:
         pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
         self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
-        self.consumed_version = 0  # policy version that trains on this step's batch; staleness counts from it
+        self.consumed_version = 0  # policy version that trains on this step's batch; staleness is counted from this version
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)
@@ -278,7 +278,7 @@ class Run:
         barrier()
 
     def _renewed_from(self, group: Together) -> list[str]:
-        """Return the policies that are published before their engines' next request: this group's, and those of later groups."""
+        """Return the policies that are published before their engines' next request: this and later groups' policies."""
         return [policy for later in self.groups[self.groups.index(group) :] for policy in later.learners]
 
     def _put_engines_to_sleep(self, renewed: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""Selection of problems for training. It is independent of training runs and resumes by itself."""
+"""Selection of problems for training. The selection is independent of training runs, and resumes by itself."""

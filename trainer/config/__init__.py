@@ -1,4 +1,4 @@
-"""Settings of a run; those of the rollout are in marsrl.rollout.config. Import-light: no torch, no engine."""
+"""Settings of a run; settings of the rollout are in marsrl.rollout.config. Imports neither torch nor an engine."""
 
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig

@@ -114,7 +114,7 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 
 def as_markdown() -> str:
-    """Return a page of all keys, a table per section; a section with the same keys as an earlier one refers to it."""
+    """Return a page of all keys, a table per section; a section with the same keys as an earlier one refers to that section."""
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         if key.kind != "section":

@@ -43,8 +43,8 @@ class CreditConfig(Settings):
     """uniform: train exactly rollout.group_size samples of each agent for a problem: a random choice if there are more, with
     repetition if there are fewer. Advantages are computed before that, from all samples (MARS)"""
     denominator: Literal["all", "agent"] = "all"
-    """tokens (or samples) that divide the loss. all: those of all trained agents; agent: each agent's loss is divided by that
-    agent's own, and these means are added"""
+    """tokens (or samples) that divide the loss. all: the tokens of all trained agents; agent: each agent's loss is divided by
+    that agent's tokens, and these means are added"""
 
     @model_validator(mode="after")
     def _std_has_a_set(self) -> CreditConfig:

@@ -149,8 +149,8 @@ class TrainerConfig(Settings):
     tokens that are then computed (docs/external.md)"""
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
-    """expert choices that training repeats. recompute: those of a forward pass with the step's starting weights (R2); rollout:
-    those made in decoding (R3), which rollout.engine=local records, and vllm on GPUs (docs/numerics.md)"""
+    """expert choices that training repeats. recompute: choices of a forward pass with the step's starting weights (R2); rollout:
+    choices made in decoding (R3), which rollout.engine=local records, and vllm on GPUs (docs/numerics.md)"""
     max_bad_steps: Count = 3
     """consecutive steps with a non-finite loss or gradient after which the run stops"""
     max_empty_steps: Count = 20

@@ -1,4 +1,4 @@
-"""Records of an evaluation, one per draw of a problem: results are computed from them, and a killed evaluation resumes with them.
+"""Records of an evaluation, one per draw of a problem, from which results are computed and a killed evaluation resumes.
 
 In an evaluation's folder, draws.jsonl has a line for each finished draw, and fixed_answers.jsonl one for each answered fixed
 input. A line's key is a hash of everything that the line depends on (trainer/runs/answers.py), so a line of another problem or
@@ -155,7 +155,7 @@ def episode_key(identity: str, episode: Episode) -> str:
 
 
 def fixed_key(identity: str, episode: Episode, ask: Ask) -> str:
-    """Return the key of an answer to a fixed input. It depends on the agent's prompt."""
+    """Return the key of an answer to a fixed input. The key depends on the agent's prompt."""
     shown = [sample.shown for sample in episode.inputs(ask)]
     return key_of(identity=identity, ask=ask.id, question=digest(episode.problem), shown=shown)
 

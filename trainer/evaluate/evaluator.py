@@ -4,7 +4,7 @@ fixed inputs   prompts of the agents in Orchestration.tried_apart, collected fro
                draws new answers to them
 system         whole episodes; the team's final answer counts (Orchestration.follow and outcome, purpose "evaluate")
 
-With a folder, finished draws are on disk (draws.py), and an evaluation that was killed resumes with the rest.
+With a folder, finished draws are on disk (draws.py), and an evaluation that was killed resumes with the remaining draws.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Evaluator:
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:
-        """Use separate caches and counts of tools in the body, apart from those of rollouts."""
+        """In the body, use caches and counts of tools that are separate from those of rollouts."""
         return nullcontext() if self.team.tools is None else self.team.tools.apart()
 
     def _begin(

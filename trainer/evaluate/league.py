@@ -206,7 +206,7 @@ def strengths_of(won: Array, played: Array, one: Array, other: Array) -> Array:
     """Fit Bradley-Terry strengths, [B, players]; the first player's is 1. P(i beats j) = s_i / (s_i + s_j).
 
     one, other: [pairs], the two players of each pair.
-    played: [B, pairs], number of games of the pair. won: [B, pairs], number of games that `one` won. Both > 0.
+    played: [B, pairs], number of games of the pair. won: [B, pairs], number of games that `one` won. All are above 0.
     """
     of_one, of_other = (np.eye(1 + max(one.max(), other.max()))[side] for side in (one, other))  # [pairs, players]
     wins = won @ of_one + (played - won) @ of_other

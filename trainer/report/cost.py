@@ -154,7 +154,7 @@ class EpisodeCost:
 
 
 def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost]]:
-    """Return the rows of the table of costs: the team's, and one for each part of it.
+    """Return the rows of the table of costs: one for the team, and one for each part of the team.
 
     Parts are agents in the order of play, the judge, tools, and the team's own metrics (in the column of calls).
     """

@@ -24,8 +24,8 @@ COUNTED = (
     "judge/calls",
     "judge/missing",
 )
-"""Metrics that count events of one step, also as `<policy>/actor/...`. They are served as totals, so that slow scrapes miss no
-event."""
+"""Metrics that count events of one step, also as `<policy>/actor/...`. These metrics are served as totals, so that slow scrapes
+miss no event."""
 
 
 def why_not(port: int) -> str | None:

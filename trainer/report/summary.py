@@ -235,7 +235,7 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
-    """Return True if the two estimates have different inputs; those of a Corrector, for example, depend on the other agents."""
+    """Return True if the two estimates have different inputs. A Corrector's, for example, depend on other agents."""
     return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
 
 

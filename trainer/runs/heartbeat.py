@@ -1,4 +1,4 @@
-"""Heartbeats of the ranks: when one goes silent, the others name it and stop, wherever they wait.
+"""Heartbeats of the ranks: when one rank goes silent, the other ranks name it and stop, wherever they wait.
 
 Ranks wait for each other without a timeout (collective.py), and a collective cannot distinguish a dead rank from a slow one.
 torchrun stops the ranks of a machine when one of them dies, but not those of other machines.
