@@ -72,7 +72,7 @@ class Run:
         pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
         self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
-        self.consumed_version = 0  # policy version that trains on this step's batch; staleness is counted from this version
+        self.consumed_version = 0  # policy version that trains on this step's batch, from which staleness counts
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)

@@ -46,7 +46,7 @@ def _numbers(vllm: VllmOptions) -> dict[str, Any]:
 
 
 def evaluation_identity(config: RunConfig) -> dict[str, Any]:
-    """Return the identity of an evaluated team, which depends on the models' files, but not on the numbers of problems and draws."""
+    """Return the identity of an evaluated team, which depends on models' files, but not on numbers of problems or draws."""
     team = team_identity(config)
     for counted in ("num_problems", "repeat", "fixed_inputs"):
         del team["evaluate"][counted]
