@@ -91,7 +91,7 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """Return the name of the recipe's folder in the cache, which depends on hardware and torch's version: both affect rounding."""
+    """Return the name of the recipe's folder in the cache, which depends on hardware and torch's version, as rounding does."""
     made_on = {"torch": torch.__version__, "device": device_name()}
     return hashlib.sha256(json.dumps(recipe | made_on, sort_keys=True).encode()).hexdigest()[:16]
 
