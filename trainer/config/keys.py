@@ -86,7 +86,7 @@ def _kind(model: str) -> str:
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Yield each key once. Its meaning names the kinds with the key, unless all have it; differing defaults are given per kind."""
+    """Yield each key once. Its meaning names the kinds with the key, unless all have it; different defaults are given too."""
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
         first = next(iter(having.values()))
