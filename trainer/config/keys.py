@@ -86,7 +86,10 @@ def _kind(model: str) -> str:
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Yield each key once. Its meaning names the kinds with the key, unless all have it; different defaults are given too."""
+    """Yield each key once.
+
+    The meaning of a key names the kinds that have it, unless all do. If the kinds have different defaults, each is given.
+    """
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
         first = next(iter(having.values()))
