@@ -13,9 +13,9 @@ played to its end. After each exit of a process and at the end of the run it che
     instances    each Solver group of each drawn problem was trained once, or waits in the checkpoint's rollout state
     checkpoints  all files are as the manifests say, and `latest` names a checkpoint
     left behind  the run left no process, and no file in /dev/shm or the temporary directory
-    last line    is the one that docs/faults.md promises
+    last line    the last line on the console is the one that docs/faults.md promises
 
-With --external a program plays the runs (integration/mischief.py). Its workers are struck too, and the script also checks:
+With --external a program plays the runs (integration/mischief.py). Faults strike its workers too, and the script also checks:
 
     sessions     no finished session is played again, none is trained twice, and none fails
 
@@ -57,20 +57,20 @@ END_S = 300.0  # time for a run to end after a fault that ends it
 SURVIVE_S = 400.0  # time for a run to train again after a fault that it survives
 FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
-# Kinds of faults. Each function strikes a training run, and returns the pattern of what the user sees; docs/faults.md explains
-# it.
+# Kinds of faults. Each function causes one in a training run, checks what the user sees (docs/faults.md), and returns a short
+# report.
 
 GO_ON = r"is intact: resume by adding .*run\.resume=auto"
 NOTHING_YET = r"it has no checkpoint yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
 STOPPING = "stopping after saving the last finished step"  # a rank may log this before it learns that another died
-# after remove-latest, `latest` is missing until the next checkpoint, also if the resumed run is stopped before it
+# After the fault remove-latest, `latest` is missing until the next checkpoint, even if the resumed run is stopped before that.
 STILL_REMOVED = r"latest (is missing|names \w+).*run\.resume=previous"
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted before the run began"
 
 
 def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]:
-    """Return a fault: `strike` the run, which then ends with this last line."""
+    """Return a fault that applies `strike` to the run, and expects the run to end with a last line that matches `line`."""
 
     def struck(run: Trial) -> str:
         strike(run)
@@ -80,7 +80,7 @@ def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]
 
 
 def one_of(run: Trial, processes: Callable[[], list[psutil.Process]]) -> psutil.Process:
-    while not (there := processes()):  # torchrun itself has only just started
+    while not (there := processes()):  # torchrun has not started them yet
         time.sleep(0.1)
     return run.rng.choice(there)
 
@@ -95,7 +95,7 @@ sigterm_torchrun = ends(STOPS, lambda run: torchrun(run).terminate())
 
 
 def of_an_engine(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
-    """Check that a step after the fault is checkpointed, and that an engine was replaced."""
+    """Return a fault that applies `strike` to an engine, and checks that it was replaced and that training went on."""
 
     def struck(run: Trial) -> str:
         strike(run.rng.choice(run.processes("ray::Engine")))
@@ -201,7 +201,7 @@ def remove_latest(run: Trial) -> str:
     pointer = run.directory.checkpoints / "latest"
     if (
         run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1
-    ):  # without its only checkpoint a run starts again
+    ):  # a run that loses its only checkpoint would start anew
         pointer.unlink()
     else:
         pointer.write_text(f"{NO_STEP}\n")
@@ -211,7 +211,7 @@ def remove_latest(run: Trial) -> str:
 
 
 def of_a_worker(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
-    """Check that the worker is gone, another one plays in its place, and the run continues."""
+    """Return a fault that applies `strike` to a worker, and checks that another worker replaces it and the run continues."""
 
     def struck(run: Trial) -> str:
         worker, end = one_of(run, run.workers), time.monotonic() + SURVIVE_S

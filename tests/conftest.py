@@ -39,10 +39,11 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
 if settings.get_current_profile_name() == "default":
     settings.load_profile("ci")  # hypothesis: the same examples on every machine, and no time limit for an example
-# Folders and files whose tests share ranks, engines or runs, or wait long: all tests of an entry run in one process. All other
-# files follow, each in one process. Long ones come first, so that the processes end at about the same time.
+# Folders and files whose tests share ranks, engines or runs, or wait long: all tests of an entry run in one process. The tests of
+# every other file also run in one process, after these. Long entries come first, so that all processes end at about the same
+# time.
 TOGETHER = {
-    # first, because a process that trains with our shim of Megatron cannot compile
+    # first, because torch.compile is disabled in a process once it has trained with our replacement for parts of Megatron
     "compiled": ("tests/kernels/test_traced_ops.py",),
     "ranks": ("tests/megatron", "tests/plan", "tests/supervised", "tests/trainer/test_stop.py"),
     "engines": ("tests/engines",),
@@ -69,8 +70,8 @@ def together(file: str) -> str:
 
 
 class InGroups(LoadScopeScheduling):
-    """pytest-xdist's loadscope with the scopes of `together`. Its own loadgroup does not work with pytest 9.2: it changes a
-    private attribute of items that no longer determines their ids.
+    """pytest-xdist's scheduler `loadscope`, with the groups of `together` as scopes. Its scheduler `loadgroup` does not work with
+    pytest 9.2: it changes a private attribute of test items, from which their ids are no longer derived.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -83,7 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InGroups:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all tests as a run imports its libraries."""
+    """Import all test files under imports_for_good, as a run imports its libraries."""
     with imports_for_good():
         return (yield)
 
@@ -136,7 +137,7 @@ def scripted_team(
 
 @pytest.fixture(name="scripted_team", scope="session")
 def scripted_team_fixture() -> Any:
-    """The function above, as a fixture: scripted_team(folder, script=..., evaluate=...)."""
+    """The function scripted_team, as a fixture: scripted_team(folder, script=..., evaluate=...)."""
     return scripted_team
 
 

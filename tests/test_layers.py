@@ -160,7 +160,7 @@ with tempfile.TemporaryDirectory() as folder:
         # Reading a config, and starting the viewer, which would take four times as long with torch.
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.commands.look import server, text, compare", HEAVY),
-        ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # libraries that compile kernels
+        ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # libraries that would compile kernels
         # The package must import quickly.
         ("import marsrl; dir(marsrl)", {*HEAVY, "pydantic", "numpy", "omegaconf", "marsrl.runs"}),
         # The training loop before it installs the shim, the export, and the creation of a new model.
@@ -175,6 +175,6 @@ def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
-    """One pytest process collects all rooms of tests, where the first module of a name hides the others."""
+    """One pytest process imports the helpers of all folders, and of several modules with one name it finds only the first."""
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -1,4 +1,4 @@
-"""The wheel, installed into an empty folder and started from there: what a user without a checkout has."""
+"""The wheel is installed into an empty folder and started from there, as a user without a checkout has it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout with a wheel in dist/, made by the document's first command; compiling the library would take a minute."""
+    """A copy of the checkout with a wheel in dist/, built by the document's first command, but without compiling the library."""
     folder = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
     build, _ = run_by("test_a_wheel_has_the_presets_and_trains")
     words = [sys.executable, "-m", *shlex.split(build), "--no-build-isolation", "-q"]
@@ -103,7 +103,7 @@ def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
 
 @pytest.mark.parametrize("command", run_by("test_a_release_is_built_and_checked"))
 def test_a_release_is_built_and_checked(command: str, tmp_path: Path) -> None:
-    """Runs the document's block unchanged: its first line makes the environment of the others."""
+    """Runs the document's block unchanged; its first line creates the environment that the others use."""
     (block,) = (block.text for block in blocks(ROOT / "docs" / "release.md") if command in block.text)
     for name in ("csrc", "constraints", "CMakeLists.txt"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2

@@ -28,7 +28,7 @@ def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: 
 
 
 TEAM = five()
-# The published script looks for **Correctness**, so compat asks its Verifier for it.
+# Parser `compat` reads what MarsRL's published script reads, **Correctness**, so this Verifier's prompt asks for that word.
 COMPAT = {"verifier1": AgentConfig(prompt=str(EXAMPLES / "own_prompts/words.yaml"), parser="compat")}
 
 
@@ -37,7 +37,7 @@ def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, text: s
 
 
 def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
-    """An ask of the agent, in an episode that contains the samples it shows."""
+    """Return an episode that contains the samples, and a request to the agent (an Ask) that shows them."""
     episode = Episode("r", "r", PROBLEM)
     uids = []
     for number, each in enumerate(inputs):
@@ -49,7 +49,7 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
 ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
 AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
 OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
-# Columns: agent; its parsed output; reward of the solution that it read; the task's judgement; its reward, or why that is missing
+# Columns: agent; its parsed output; reward of the solution that it read; the task's judgement; its reward, or why it has none
 REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
@@ -108,7 +108,7 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
     # Only this agent has its own prompts, whose grammar parses its output; the others use the task's.
     (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
     (CHAIN, "verifier2", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, None)),
-    # compat takes "incorrect" for acceptance with an empty report, but parses only that Verifier.
+    # compat reads "incorrect" as acceptance with an empty report, but it parses only verifier1 here.
     (COMPAT, "verifier1", "Correctness: incorrect", {}, ("", None, True)),
     (COMPAT, "verifier1", "step 2 **Correctness** wrong", CUT, ("step 2", None, False)),
     (COMPAT, "verifier2", "step 2 **Correctness** wrong", CUT, ("step 2 **Correctness** wrong", None, None)),
@@ -120,7 +120,7 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
 def test_outputs_are_parsed_by_the_grammar_of_their_prompt(
     agents: dict[str, AgentConfig], agent: str, text: str, changes: dict[str, Any], read: tuple[str, str, bool]
 ) -> None:
-    """Except with compat, a truncated output or one with an open <think> block has no answer and no verdict."""
+    """A truncated output, or one with an open <think> block, has no answer and no verdict, except with the parser compat."""
     team = five(agents)
     found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
     assert (found.shown, found.answer, found.verdict) == read
@@ -173,7 +173,7 @@ def test_picks_follow_their_rule_in_any_order_of_candidates(
 
 
 def answered(team: Orchestration, *rounds: list[Sample]) -> tuple[Episode, list[Ask]]:
-    """Return (episode, next asks) after each round of samples; all samples answer the round's first ask."""
+    """Play the rounds and return (episode, next asks). All samples of a round answer its first ask."""
     episode = Episode("r", "r", PROBLEM)
     for samples in rounds:
         asks = episode.enter(team.follow(episode))[0]
@@ -188,7 +188,7 @@ FLAGS = {"verdict": False, "shown": "t"}
 
 HANDED_ON: list[
     tuple[str, Sample, bool, bool]
-] = [  # columns: receiver; with the defaults; if unparsable outputs are handed on
+] = [  # columns: receiver; output; is it handed on by default; and with pick_unparsable
     ("verifier1", sample("good", **RIGHT), True, True),
     ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
     ("verifier1", sample("in a thought", correct=0.0), False, False),
@@ -206,10 +206,10 @@ HANDED_ON: list[
 def test_unparsable_outputs_are_handed_on_only_if_configured(
     agent: str, said: Sample, by_itself: bool, asked_for: bool
 ) -> None:
-    """Outputs that are unfinished or without a reward are never handed on."""
+    """Unfinished outputs, and outputs without a reward, are never handed on."""
     asks_all = {agent: AgentConfig(pick_unparsable=True)}
     assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
-    if said.uid == "no verdict":  # but not if a missing verdict counts as acceptance
+    if said.uid == "no verdict":  # not handed on if a missing verdict counts as acceptance
         accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
         assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
 
@@ -275,7 +275,10 @@ SAYS = {  # letters of a transcript -> text and finish reason
 def transcript(
     letters: str, agents: dict[str, AgentConfig] | None = None, **rules: int | str
 ) -> tuple[VerifierCorrector, Episode, list[str]]:
-    """Play an evaluation with these answers; return it and the uids of its complete solutions. Asks are made one at a time."""
+    """Play an evaluation with these answers, one ask at a time.
+
+    Returns the team, the episode, and the uids of its complete solutions.
+    """
     team, episode = five(agents, **rules), Episode("e", "e", PROBLEM, 0, "evaluate")
     whole = []
     for number, letter in enumerate(letters):
@@ -288,8 +291,8 @@ def transcript(
     return team, episode, whole
 
 
-# Position, among the complete solutions (0: none), of the candidate that counts. Worked out by hand for our rules, and for the
-# published script, whose stable sort ignores acceptance.
+# Columns: letters of SAYS; options; which complete solution counts, from 1 (0: none). The numbers are worked out by hand, for our
+# rules and for the rules of MarsRL's published script, whose stable sort ignores acceptance.
 MANY, SCRIPT = "sCWsCCWsWsWsWsWsW", {"compat": "marsrl"}
 TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     ("sCCCC", {}, 1),
@@ -297,7 +300,7 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     ("sCCCWsCCCC", SCRIPT, 1),  # four calls for each candidate
     ("sCWsCC", {"accept_after": 2}, 2),
     ("sWt", {}, 1),
-    ("sWsWt", {}, 1),  # the earliest of equal candidates
+    ("sWsWt", {}, 1),  # of equal candidates the earliest counts
     (MANY, {}, 2),
     (f"{MANY}sW", SCRIPT, 2),  # one more call
     ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1),  # two calls for each candidate
@@ -305,8 +308,8 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
         "sTCCCC",
         {},
         1,
-    ),  # a truncated report is not "correct" and has nothing to correct, so the solution is judged again
-    ("sCTCC", {"accept_after": 2}, 1),  # a truncated report also breaks a streak
+    ),  # a truncated report neither accepts the solution nor names an error to correct, so the solution is judged again
+    ("sCTCC", {"accept_after": 2}, 1),  # a truncated report also ends a series of acceptances
     ("sTsWt", SCRIPT, 2),  # the truncated report is handed on, but its call does not count
     ("t", {}, 0),
     ("v", {}, 1),

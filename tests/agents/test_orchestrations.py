@@ -1,4 +1,4 @@
-"""Teams other than the Verifier-Corrector system, played from tables of answers, and their refusals."""
+"""Teams other than the Verifier-Corrector system: episodes played from tables of answers, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def play(
     tool: Callable[[ToolCall], ToolOutput] = lambda call: ToolOutput("7"),
     order: list[Ask | ToolCall] | None = None,
 ) -> Episode:
-    """Play one episode to its end, and return the messages of each ask. Answers: None: never arrives; "...": truncated; FAILED:
-    an engine error.
+    """Play one episode to its end, and return it.
 
-    order: receives the name of each ask.
+    say: answer to an ask. None: it never arrives; "..." at its start: truncated; FAILED: an engine error.
+    order: receives the asks and tool calls, in order.
     """
     episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
@@ -84,7 +84,7 @@ SOLVED: list[tuple[int, list[str], list[float], bool]] = [
         False,
     ),  # the last solution is not verified
     (1, ["Answer: 2"], [0], False),
-    # truncated (overlong), rightly rejected, right
+    # a truncated (overlong) solution, its right rejection, a right solution
     (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),
     (2, ["... Answer: 1 and", "Verdict: correct"], [0, 0], False),
     (2, ["Answer: 2", "... looks", "Answer: 1"], [0, 0, 1], True),
@@ -196,7 +196,7 @@ def found(call: ToolCall) -> ToolOutput:
 
 
 def play_search(team: Orchestration, texts: list[str | None]) -> tuple[Episode, list[Ask | ToolCall]]:
-    """Play one episode to its end, and return asks and calls in order."""
+    """Play one episode to its end; return it, and its asks and tool calls in order."""
     order, left = list[Ask | ToolCall](), iter(texts)
     episode = play(team, lambda ask: next(left), QUESTION, found, order)
     assert next(left, "all said") == "all said"
@@ -261,7 +261,7 @@ def test_answers_earn_task_rewards_and_others_readability() -> None:
     assert set(team.outcomes(episode).values()) == {0.0}
     episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
     overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
-    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # an overlong output is excluded from accuracy
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # an overlong output counts in no accuracy metric
     episode, _ = play_search(team, [YES, "... <answer>tarn</answer>"])
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
     assert team.outcome(episode) is None

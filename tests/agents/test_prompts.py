@@ -305,32 +305,32 @@ def test_the_last_match_of_either_expression_is_the_verdict() -> None:
 
 answer_tag = partial(tagged, "answer")
 READ: list[tuple[Callable[[str], object], str, object]] = [
-    # the text after the last closed <think> block
+    # What is visible is the text after the last closed <think> block.
     (visible, "plain", "plain"),
     (visible, "<think>a</think>\n\nshown", "shown"),
     (visible, "a</think>shown", "shown"),  # the template opened the block
     (visible, "<think>a</think>b<think>c</think>d", "d"),
     (visible, "<think>cut off", None),
     (partial(visible, starts_in_thought=True), "still thinking, Verdict: correct", None),
-    # A verdict on its own line.
+    # A verdict is on a line of its own.
     (strict_verdict, "Findings: none\nVerdict: correct", True),
     (strict_verdict, "**Verdict: correct**", True),
     (strict_verdict, "**Verdict:** wrong.", False),
     (strict_verdict, "Verdict: wrong\nOn reflection that holds.", False),
     (strict_verdict, "Verdict: incorrect", None),
     (strict_verdict, "Verdict: correct|wrong", None),
-    # A substring, as in the script published with MarsRL.
+    # A verdict is a substring, as in the script published with MarsRL.
     (compat_verdict, "Correctness: incorrect", True),  # a bug of the published script
     (compat_verdict, "**Correctness**: wrong", False),
     (compat_verdict, "<think>this looks correct", True),  # an unfinished <think> block is read
     (compat_report, "step 2 fails\n**Correctness**: wrong", "step 2 fails"),
-    # The last box with balanced braces.
+    # The answer is in the last box with balanced braces.
     (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (boxed_answer, r"\boxed{}", None),
     (boxed_answer, r"\fbox{7}", "7"),
-    # The answer is the box, else the last one that is stated.
+    # The answer is in the box; without a box it is the last stated answer.
     (final_answer, "The answer is 20.\nSo \\boxed{18}.\n#### 20", "18"),
     (final_answer, "16 - 7 = <<16-7=9>>9\n#### 1,080", "1,080"),
     (final_answer, "#### $18\n\nNote: a week has 7 days.", "$18"),
@@ -345,7 +345,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (final_answer, "9 eggs at 2 each\n\n**18**", "18"),
     (final_answer, "So:\n\\[\n18\n\\]\n", "18"),
     (final_answer, "### Answer\n\\(-1/2\\).", "-1/2"),
-    # No number or part of a statement is extracted from running text.
+    # Numbers and fragments in running text are no answers.
     (final_answer, "So she makes $18 every day.", None),
     (final_answer, "9 * 2 = 18", None),
     (final_answer, "Answer: Janet makes $18 every single day.", None),
@@ -370,7 +370,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (route, "<verify>yes</verify>", True),
     (route, "<verify>no</verify> then <verify>yes</verify>", True),
     (route, "<verify>yes, maybe</verify>", None),
-    # The whole text, as in Dr. MAS's code.
+    # The report is the whole text, as in Dr. MAS's code.
     (drmas_report, "<think>x</think> a <verify> reject\n</verify> b", "<think>x</think> a <verify>reject</verify> b"),
 ]
 
@@ -401,7 +401,8 @@ def test_tagged_verdicts_follow_our_and_the_published_rules(
     assert (tagged_verdict(report), drmas_verdict(report), drmas_is_valid(report)) == (ours, published, is_valid)
 
 
-# `re` takes exponential time on the first and third, and repeated searches after each match take quadratic time on the second.
+# Python's `re` would take exponential time for the first and third, and quadratic time for the second, because it searches again
+# after each match.
 HARD = (regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c"))
 UNITS = ["a", "A", "*", "{", "\n", "Answer: ", "Verdict:", "Verdict: correct*", "**Correctness**: "]
 UNITS += ["\\boxed{", "<think>", "<verify> ", "<answer>", "<answer>x</answer>"]

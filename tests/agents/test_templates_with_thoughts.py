@@ -1,5 +1,5 @@
-"""Prompts by templates that inspect contents for thoughts or white space, as those of Qwen3, DeepSeek-R1, Llama 3 and Phi-3
-do.
+"""Prompts by chat templates that search messages for <think> blocks or white space, as the templates of Qwen3, DeepSeek-R1,
+Llama 3 and Phi-3 do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def alone(renderer: ChatRenderer, chat: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> list[int]:
-    """Return the ids of template and tokenizer, without our renderer."""
+    """Return the token ids that the template and tokenizer give without our renderer."""
     tokenizer = plain_tokenizer(renderer.tokenizer.name_or_path)
     given = {"tools": tools, "add_generation_prompt": True, "return_dict": False, **options}
     return list(tokenizer.apply_chat_template(list(chat), **given))
@@ -91,7 +91,7 @@ ROLES = ("system", "user", "assistant", "tool", "arguments", "field", "tools")
 
 
 def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
-    """Return a chat and its tools, with the text inserted at this place."""
+    """Return a chat and its tools, with the text inserted in the part `place`."""
     texts = {name: f"7 {text}, {text}" if name == place else "7" for name in ROLES}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": texts["arguments"]}}}
     about = {"name": "add", "description": texts["tools"], "parameters": {texts["tools"]: {}}}
@@ -111,7 +111,7 @@ def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
 def test_control_words_in_contents_are_tokenised_as_text(
     named: tuple[str, ChatRenderer], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest of the prompt is tokenised as if the control words had ordinary letters in their place."""
+    """The rest of the prompt is tokenised as if ordinary letters stood in place of the control words."""
     _, renderer = named
     marks, letters = list(b"@@@"), list(words.encode())
     for place in ROLES:
@@ -173,7 +173,7 @@ def test_a_template_that_is_not_understood_is_warned_about_once(
 
 
 def test_white_space_that_belongs_to_a_token_is_part_of_it(tmp_path: Path) -> None:
-    """Phi-3's control tokens absorb neighbouring white space; GPT-NeoX has tokens of spaces, others of words."""
+    """Phi-3's control tokens absorb neighbouring white space; GPT-NeoX adds tokens that are spaces, other models add words."""
     template = (
         "{% for turn in messages %}{{ '<|user|>\n' + turn.content + ' <|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
     )

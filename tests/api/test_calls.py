@@ -1,4 +1,4 @@
-"""The Python API: refusals, and the names by which it finds classes. Nothing is trained."""
+"""The Python API: calls that it refuses, and the names by which it finds classes. Nothing is trained."""
 
 from __future__ import annotations
 

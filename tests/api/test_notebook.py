@@ -1,4 +1,4 @@
-"""examples/first_team.ipynb in a Jupyter kernel: its output, and interrupts."""
+"""examples/first_team.ipynb, executed in a Jupyter kernel: its output, and an interrupt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LESS_ROLLOUT = {"prompts_per_step": 3, "group_size": 4}
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Path]]:
-    """Yield (client, notebook, folder) after all cells and one more were executed, with smaller settings."""
+    """Execute the notebook, with an inserted cell that makes its settings smaller, and yield (client, notebook, folder)."""
     folder = tmp_path_factory.mktemp("notebook")
     held = nbformat.read(NOTEBOOK, as_version=4)
     place = cell(held, "settings = {")
@@ -67,7 +67,7 @@ def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
 
 
 def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: tuple[Any, Any, Path]) -> None:
-    """The interrupted run follows the notebook's own, in the same kernel."""
+    """The interrupted run is a second one, in the kernel in which the notebook's own run has ended."""
     client, _, folder = notebook
     client.kc.execute(
         "settings['run'] |= {'steps': 10_000, 'name': 'long'}\nrun = marsrl.train(settings, team=Checked)"

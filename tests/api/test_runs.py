@@ -1,4 +1,6 @@
-"""marsrl.train, sft and evaluate in this process, on classes defined in a cell: scripted engines, the real learner."""
+"""marsrl.train, sft and evaluate in this process, with classes defined as in a notebook cell, scripted engines and the real
+learner.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class Sevens(marsrl.OwnTask):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A tiny model. Every run of the test uses it, writes to tmp_path, and has small defaults under the test's settings."""
+    """A tiny model. Every run of the test uses it, writes to tmp_path, and has small defaults that a test can override."""
     monkeypatch.chdir(tmp_path)
     made = init_model("tiny", "bytes", tmp_path / "model")
     small = [*on_sevens(tmp_path, made), "run.steps=2", "rollout.pipeline=trajectory", "agents.verifier.prompt=chain"]
@@ -115,7 +117,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(model: Path) -> None:
             marsrl.train(team=Pair, task=Sevens, **settings)
     finally:
         INTERRUPTS.clear()
-    # Last checkpoint: of step 1, or of step 2 if that had just ended.
+    # The last checkpoint is of step 1, or of step 2 if step 2 had just ended.
     (last,) = re.findall(r"\(step (\d)\)", str(stopped.value))
     assert [row["step"] for row in marsrl.load_run("runs/stopped").metrics] == [1, 2][: int(last)]
     run = marsrl.train(team=Pair, task=Sevens, **settings, **{"run.resume": "auto"})

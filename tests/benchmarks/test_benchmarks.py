@@ -35,7 +35,7 @@ def test_no_number_is_printed_for_a_wrong_kernel() -> None:
 def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["linear_policy_loss", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
-    # Variants that take half a minute each, in both processes.
+    # Skip variants that would take half a minute each, in both processes.
     compiled = ("torch F.linear_cross_entropy", "torch.compile")
     skipped = [name + rows for name in compiled for rows in ("", ", unmasked rows only")]
     few = ["--shape", "mask share 0.5", *(word for name in skipped for word in ("--skip", name))]
@@ -45,7 +45,7 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
     rows = {row["name"]: row for row in table["rows"]}
     scaled = "Liger fused linear scaled CE, unmasked rows only"
     assert {"ours", "torch eager", "Liger fused linear GRPO", scaled} <= rows.keys()
-    assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()  # of log-probs, entropy and gradients
+    assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()  # errors of log-probs, entropy and gradients
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
 
@@ -95,7 +95,7 @@ def test_nested_parts_exclude_each_other_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     now = [0.0]
 
     class Event:
-        """Event of a GPU whose clock advances only where the test says so."""
+        """CUDA event of a GPU whose clock advances only where the test sets it."""
 
         def __init__(self, enable_timing: bool) -> None:
             self.at = -1.0
@@ -173,7 +173,7 @@ def test_a_step_with_shared_prefixes_is_that_of_the_flat_batch(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
-    """Train a dense model with ours and the reference in turns. Gradient norms are compared before anything is printed."""
+    """Time our learner and the reference in turns on a dense model. Gradient norms are compared before anything is printed."""
     # Imported here: it takes a second, which other tests need not spend.
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -209,7 +209,7 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     for key in ("seconds", "cpu_seconds"):
         assert all(part[key] >= 0 for name, part in parts.items() if name != "the rest")
         assert sum(part[key] for part in parts.values()) == pytest.approx(whole[key])
-    assert parts["backward"]["calls"] == parts["forward"]["calls"] == 1  # the probe's passes count for the publish
+    assert parts["backward"]["calls"] == parts["forward"]["calls"] == 1  # the probe's passes count as part of publish
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
     done = call(str(BENCHMARKS / script), *words.format(tmp_path).split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    if script == "curate.py":  # it must find the planted near-duplicates
+    if script == "curate.py":  # the script must find the near-duplicates that it planted
         assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
     elif script == "view.py":
         assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())

@@ -1,4 +1,4 @@
-"""Wheels go to a machine without a network in small pieces, without what its GPU cannot use."""
+"""Wheels are split into small pieces for a machine without a network, without code that its GPU cannot run."""
 
 import shutil
 import struct
@@ -13,7 +13,7 @@ PTX, ELF = 1, 2
 
 
 def fat_binary(*codes: tuple[int, int, bytes]) -> bytes:
-    """Pack (kind, architecture, code) as CUDA's compiler does."""
+    """Pack triples (kind, architecture, code) as CUDA's compiler does."""
     packed = b""
     for kind, architecture, code in codes:
         header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(code), 0, 0, 0, 1, architecture)

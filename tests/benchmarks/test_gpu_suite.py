@@ -57,9 +57,9 @@ def test_the_team_of_a_pretrained_model_needs_the_model(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run some parts on the CPU, in two calls; the first is killed when it has a result.
+    """Run some parts on the CPU in two calls of the suite. The first call is killed once it has a result.
 
-    Skipped parts name every missing module. Every case can be imported.
+    The suite names every module that a skipped part lacks. Every case can be imported.
     """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_suite as suite

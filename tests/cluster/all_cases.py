@@ -1,8 +1,8 @@
 """Further cluster tests: `make cluster`, as root.
 
 There are three hosts (box.py). Two train; engines run on the third, and on hosts that join by `ray start`. All share one disk.
-One run suffers the faults one after the other, and continues after each. At its end the test checks that no problem is lost or
-trained twice (tests/integration/books.py).
+One run suffers one fault after another, and continues after each. At the end of the run the test checks that no problem is lost
+or trained twice (tests/integration/books.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def metric(run: cluster.Training, name: str) -> list[float]:
 def test_slurm_trains_on_two_hosts_of_two_ranks_as_on_one(
     box: Box, alone: Sequence[MetricsRow], tmp_path: Path
 ) -> None:
-    """Uses docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights through files."""
+    """Runs docs/slurm.sh with 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, and weights sent through files."""
     cluster.lend(box.hosts[0], JOIN, tmp_path)
     run = cluster.submit(box, "files", tmp_path, *LAYOUT, *cluster.BY_FILES, "run.steps=3", trainers=2, ranks=2)
     assert run.ended(3 * cluster.STEP_S) == {"host1": 0}, run.output("host1")

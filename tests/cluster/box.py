@@ -6,7 +6,7 @@
         box.hosts[1].power_off()
 
     room            one process, which holds the bridge and the disk on SHARED; the disk acts as the cluster's file system
-    host1, host2    one first process each, of a PID namespace: network 10.77.0.N, host name, IPC, /tmp, /run, /dev/shm, HOME
+    host1, host2    one process each, the first of a PID namespace: own address 10.77.0.N, name, IPC, /tmp, /run, /dev/shm, HOME
 
 All other files, including the checkout and its Python, are the files of this machine, read-only.
 
@@ -29,7 +29,7 @@ SHARED = Path("/mnt/cluster")  # /mnt exists on every Linux; inside the box anot
 _NET = "10.77.0"
 _ENTER = ("--mount", "--uts", "--ipc", "--net", "--pid", "--wd")
 
-# The last line stays: nothing kills sleep, and bash reaps processes that Ray's daemons orphan.
+# The script's last line never ends; meanwhile bash reaps the processes that Ray's daemons orphan.
 _STAYS = "echo ready; while sleep 1000; do :; done"
 _ROOM = """set -e
 mount -t tmpfs -o size={mib}m,mode=755 tmpfs /mnt
@@ -53,7 +53,7 @@ cd {root}
 
 
 class Box:
-    """Hosts on one switch. Leaving the block, or any other end of this process, ends them all.
+    """Hosts on one switch. All of them end when the `with` block is left, or when this process ends.
 
     shared_mib: size of the shared disk, which is in memory.
     """
@@ -109,7 +109,7 @@ class Host:
             for i, path in enumerate(kept)
         ]
         script = _HOST.format(name=self.name, keep="\n".join(keep), root=ROOT)
-        inside = ["nsenter", f"--target={room.pid}", "--mount"]  # its mounts are copied: all hosts share the disk
+        inside = ["nsenter", f"--target={room.pid}", "--mount"]  # the room's mounts are copied, so all hosts share its disk
         spaces = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self.holder = _Holder([*inside, *spaces], script)
         veth = f"ip link add eth0 netns {self.holder.pid} type veth peer name {self._port} netns {room.pid}"
@@ -137,7 +137,7 @@ class Host:
         self._room.call(f"ip link set {self._port} up")
 
     def power_off(self) -> None:
-        """Switch the host off. The network goes first, or the kernel would close its connections. May be called twice."""
+        """Switch the host off. Its network goes first; otherwise the kernel would close its connections. May be called twice."""
         if self.holder.is_there:
             self._room.call(f"ip link del {self._port}")
             self.holder.close()
@@ -187,7 +187,7 @@ class _Holder:
         _call(f"nsenter --target={self.pid} --net {command}")
 
     def close(self) -> None:
-        """Return once all of its processes are gone. May be called twice."""
+        """Kill the process, and return once all processes of its namespace are gone. May be called twice."""
         if self.is_there:
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()

@@ -23,7 +23,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 GROUP_SIZE = 4
 START_S, STEP_S = 400.0, 200.0  # allows for other load
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{SHARED}/auth_token"}
-# Small, float32, one thread. A stage decodes for seconds, so that a fault can strike in it.
+# A small float32 model on one thread. A stage decodes for seconds, so that a fault can strike during it.
 SETTINGS = {
     "task": "math",
     "policies": {"main": {"model": f"{SHARED}/model", "dtype": "float32", "optimizer": {"lr": 0.001}}},
@@ -38,7 +38,7 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
-# A program as the team, played by workers that join host1.
+# The team is a program, played by workers that join host1.
 PROGRAM = (
     "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
     "agents={solver: {}}", "run.steps=1000",
@@ -64,7 +64,7 @@ _OWN = (
     "rollout/engines/",
     "router/",
 )
-_SUMS = ("actor/", "mpt/")  # sums of float32 numbers in another order; measured differences are at most 2.3e-5
+_SUMS = ("actor/", "mpt/")  # float32 numbers are added in another order; measured differences are at most 2.3e-5
 _SUMS_DIFFER = 2e-4
 
 
@@ -84,7 +84,7 @@ def fill(box: Box) -> None:
 
 
 def lend(host: Host, command: str, logs: Path) -> subprocess.Popen[bytes]:
-    """Run `ray start`, in the documented loop; the host offers one core, for one engine."""
+    """Run `ray start` in the loop that docs/clusters.md shows; the host offers one core, for one engine."""
     loop = f"while sleep 1; do {command} --num-cpus=1; done"
     return host.start(f"bash -c {shlex.quote(loop)}", logs / f"join-{host.name}.log", **TOKEN)
 

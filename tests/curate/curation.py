@@ -1,4 +1,4 @@
-"""Rows, stages that are killed, and a judge with a scripted engine."""
+"""Helpers of the curation tests: rows, stages that are killed, and a judge whose engine follows a script."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read() -> Stage:
 
 
 def cut_short(stage: Stage, number: int) -> Stage:
-    """Return the stage, killed before its decision of a row."""
+    """Return the stage, killed before it decides on row `number`."""
 
     def decide(rows: Iterator[Row]) -> Decisions:
         with closing(stage.decide(rows)) as decisions:

@@ -1,4 +1,4 @@
-"""Best of n keeps rows by the number of right answers, and does not repeat saved plays."""
+"""Stage best_of_n keeps rows by their number of right answers, and does not play again what is saved."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ N = 4
 
 
 def rows(num: int) -> list[Row]:
-    """Return rows; row i asks for i."""
+    """Return `num` rows; the question of row i is "What is [i]?"."""
     return rows_of(f"What is [{i}]?" for i in range(num))
 
 
 @dataclass
 class Players:
-    """A team whose Solver is right in as many draws as `right` says for the row.
+    """A team whose Solver answers row i correctly in the first right(i) draws.
 
     played: (row, draw) in order. seeds: seed of every request, by uid.
     """

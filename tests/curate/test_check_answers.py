@@ -1,4 +1,4 @@
-"""`marsrl check-answers`: alterations of references, and what it finds in a judge."""
+"""`marsrl check-answers`: how it alters reference answers, and which errors of a judge it finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from marsrl.commands.check_answers import alterations, forms, notations
 
 
 def others(reference: str) -> dict[str, list[str]]:
-    """Return altered answers by rule, without those that every reference has."""
+    """Return altered answers by rule, without the two rules that apply to every reference."""
     found: dict[str, list[str]] = {}
     for rule, answer in alterations.of(reference, Random(0)):
         if rule not in ("a tiny constant", alterations.PLACEHOLDER):
@@ -199,7 +199,7 @@ def test_what_a_judge_pays_wrongly_is_found_by_kind_and_line(capsys: Any) -> Non
     # The reference itself is not judged, so its other trials are left out.
     assert found["refs.jsonl:6"] == {notations.ITSELF: ["13"]}
     last_column = [line[-10:] for line in shown.splitlines() if line.startswith("  ") and line[-10:].strip().isdigit()]
-    assert sum(map(int, last_column)) == 3  # trials that were not judged, all of line 6
+    assert sum(map(int, last_column)) == 3  # trials that were not judged; all are of line 6
     assert all("a tiny constant" in rules for uid, rules in found.items() if uid != "refs.jsonl:6")
     assert (
         "refs.jsonl:4: 2 misjudged, reference proof\n  paid: " in shown

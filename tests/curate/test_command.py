@@ -159,7 +159,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(words: str, says: str,
 
 @pytest.mark.slow
 def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> None:
-    """The model boxes 7 or 8 at random. Of 16 answers, some are right if the answer is 7; otherwise none."""
+    """The model answers 7 or 8 at random, so rows with the answer 7 get some right answers of 16, other rows get none."""
     model = boxing_model(tmp_path / "model")
     write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", "7" if i % 3 else "9") for i in range(9)))
 

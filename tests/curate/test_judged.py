@@ -1,4 +1,4 @@
-"""A model's yes or no: parsed strictly, saved, and requested once."""
+"""A model's yes-or-no judgements are parsed strictly, saved, and requested once."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_only_failed_requests_are_asked_again(tmp_path: Path) -> None:
 
 
 def test_equal_questions_are_asked_once_whatever_stages_precede(tmp_path: Path) -> None:
-    """The same question with another answer is another question."""
+    """Rows are equal only if their questions and their answers are equal."""
     script = ScriptedJudge(by_length)
     run(tmp_path / "other", [read(), script.stage(tmp_path / "other")], rows_of(["abc", "abc"]))  # answers 0 and 1
     assert script.asked == ["abc", "abc"] and kept_of(tmp_path / "other") == ["abc", "abc"]

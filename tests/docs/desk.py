@@ -1,4 +1,6 @@
-"""Folder in which the documents' commands can run: the checkout, problem files, and models under the documented names."""
+"""A folder in which the documents' commands can run: it has the checkout, problem files, and models under the documented
+names.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def write_rows(path: Path, rows: Iterable[object]) -> None:
 
 
 class Desk:
-    """Folder for documented commands. folder: their working directory. cache: cache of their warm starts."""
+    """Folder for documented commands. folder: the commands' working directory. cache: where they keep warm starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
@@ -70,8 +72,9 @@ class Desk:
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
-        """Return the command's arguments with real paths, also in its config file. model: function from a model's name to its
-        directory. rest: words in place of three dots.
+        """Return the command's arguments with real paths, and put real paths into its config file.
+
+        model: function from a model's name to its directory. rest: words that replace three dots.
         """
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
@@ -82,7 +85,7 @@ class Desk:
         return words
 
     def write_problems(self, config: str) -> None:
-        """Write the missing files of data.train and data.eval of a config: `count` problems each, or four."""
+        """Write the files that a config's data.train and data.eval name and that are missing: `count` problems each, or four."""
         data = yaml.safe_load(config).get("data", {})
         for file in [file for key in ("train", "eval") if isinstance(data.get(key), list) for file in data[key]]:
             path = self.folder / file["path"]
@@ -144,7 +147,7 @@ def boxing_model(folder: Path, answers: str = "78") -> Path:
 
 
 def published_model(folder: Path, name: str) -> Path:
-    """Write config.json and headers of the published model `name`, and a byte tokenizer."""
+    """Write the config.json and the weight files' headers of the published model `name`, and a byte tokenizer."""
     from published_model import save_published
 
     from marsrl.trainer.checks.models import KNOWN

@@ -54,12 +54,12 @@ def blocks(page: Path) -> list[Found]:
 
 
 def pieces(page: Path) -> list[tuple[int, Token]]:
-    """Return texts, spans in backticks, links and pictures of running text, with the first line of the paragraph."""
+    """Return the texts, spans in backticks, links and pictures of running text, each with its paragraph's first line number."""
     return [(token.map[0] + 1, piece) for token in parsed(page) if token.map for piece in token.children or ()]
 
 
 def spans(page: Path) -> list[Found]:
-    """Return spans in backticks of running text."""
+    """Return the spans in backticks within running text."""
     return [
         Found(f"{_name(page)}:{line}", " ".join(piece.content.split()))
         for line, piece in pieces(page)
@@ -96,7 +96,7 @@ def commands() -> tuple[Found, ...]:
 
 
 def config_blocks() -> list[Found]:
-    """Return YAML blocks with a section of the config at the top, or the preset that they extend."""
+    """Return the YAML blocks that begin with a top-level key of the config."""
     sections = tuple(f"{name}:" for name in RunConfig.model_fields)
     return [block for page in PAGES for block in blocks(page) if block.text.startswith(sections)]
 
@@ -130,7 +130,7 @@ def rows(page: str) -> list[list[str]]:
 
 
 def is_on_the_page(name: str) -> bool:
-    """Return True if docs/metrics.md has the metric or the pattern of names (actor/<name>/tokens)."""
+    """Return True if docs/metrics.md lists the metric, or a pattern that matches it (actor/<name>/tokens)."""
     pattern = re.compile(re.sub(r"<\w+>", "[^/]+", name))
     named = [each for cells in rows("metrics.md") for each in re.findall(r"`([a-z_0-9]+/[^`]+)`", cells[0])]
     return any(pattern.fullmatch(each) or re.fullmatch(re.sub(r"<\w+>", ".+", each), name) for each in named)

@@ -1,4 +1,4 @@
-"""Documented commands that print something, config blocks, and commands for GPUs as dry runs, with real paths."""
+"""Run documented commands that print something, load config blocks, and run commands for GPUs as dry runs, with real paths."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ def test_a_config_block_passes_its_checks(
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that there are eight GPUs for our own checks. vLLM's and Megatron's checks: tests/plan/test_presets.py."""
+    """Make our own checks find eight GPUs. tests/plan/test_presets.py runs vLLM's and Megatron's checks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
 
 
 def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
-    """Uses the script of docs/dual_system.md; the files are those that its config lists."""
+    """The script of docs/dual_system.md writes the files that the config on that page lists."""
     subjects = (
         "Biology/Medicine", "Chemistry", "Computer Science/AI", "Engineering", "Humanities/Social Science", "Math", "Other",
         "Physics",
@@ -229,7 +229,7 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     assert " ".join(config["agents"]) == agents and batch in shown
 
 
-# Tests that start engines for a documented run. Programs are left out: a dry run imports their packages.
+# Tests that start engines for a documented run. Programs are left out, because even a dry run imports their packages.
 WHOLE = (
     "test_a_model_of_ones_own_is_trained",
     "test_the_default_run_starts_as_it_is_written",
@@ -316,7 +316,7 @@ for line in sys.stdin:
 
 
 def test_a_benchmark_takes_its_words() -> None:
-    """Runs all in one process, which only parses the arguments."""
+    """One process runs all benchmarks, and stops each once it has parsed its arguments."""
     commands = run_by("test_a_benchmark_takes_its_words")
     wrong = "python benchmarks/run.py --no-such-option"
     done = subprocess.run(

@@ -48,7 +48,7 @@ def test_a_block_that_nobody_types_is_a_known_picture() -> None:
 
 
 def files_named() -> Iterator[Found]:
-    """Return paths with a slash and a suffix, or with a final slash, in backticks or in a picture."""
+    """Return the paths in backticks or diagrams that have a slash and a suffix, or a final slash."""
     path = re.compile(r"[\w.-]+(/[\w.-]+)*/([\w-]+\.(py|json|txt|md|yaml|svg|sh))?")
     for page in PAGES:
         yield from (span for span in spans(page) if path.fullmatch(span.text))
@@ -96,7 +96,7 @@ def test_every_setting_that_is_named_is_one() -> None:
 
 
 def test_backticks_of_running_text_are_closed() -> None:
-    """If one were open, the other tests would read the text between spans as code."""
+    """After an unclosed backtick the other tests would take text for code."""
     texts = [(page.name, line, piece.content) for page in PAGES for line, piece in pieces(page) if piece.type == "text"]
     assert not [each for each in texts if "`" in each[2]]
 
@@ -104,7 +104,7 @@ def test_backticks_of_running_text_are_closed() -> None:
 CODE = [path for room in ("commands", "trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
 FAMILIES += "|router|session|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
-# strings in the code that look like metrics: lanes of the trace, and beginnings of names
+# strings in the code that look like metrics, but are lanes of the trace or beginnings of names
 NONE = {"reward/pool", "sync/<name>", "cost/<name>", "train_rollout/prob_diff_", "rollout/staleness_", "sft/held_out"}
 
 
@@ -120,7 +120,7 @@ def test_every_metric_that_the_code_names_is_on_the_page() -> None:
 
 
 def test_every_message_of_the_page_is_one_of_the_code() -> None:
-    """Checks rows whose first cell is one message."""
+    """Only the rows whose first cell is a single message are checked."""
     code = "".join(re.sub(r'"\s*\n\s*f?"', "", Path(path).read_text("utf-8")) for path in CODE)
     messages = [cells[0][1:-1] for cells in rows("troubleshooting.md") if re.fullmatch(r"`[^`]+`", cells[0])]
     assert len(messages) > 15

@@ -1,4 +1,6 @@
-"""`marsrl evaluate` of teams that train nothing: agents behind a server, agents of another checkpoint (MarsRL, Table 3)."""
+"""`marsrl evaluate` of teams that train nothing: agents behind a server, and agents that use another checkpoint, as in MarsRL's
+Table 3.
+"""
 
 from __future__ import annotations
 

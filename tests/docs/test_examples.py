@@ -88,7 +88,7 @@ def test_an_example_for_a_small_model_passes_its_checks(
 
 @pytest.mark.smoke
 def test_fewer_guesses_are_worth_more() -> None:
-    """The environment of examples/guess_number/, whose careful tutor needs at most four guesses."""
+    """Play the environment of examples/guess_number/, in which a careful player needs at most four guesses."""
     played = runpy.run_path(str(ROOT / "examples/guess_number/guess_number.py"))
     game = played["GuessNumber"]()
     assert "from 1 to 15" in game.reset(SimpleNamespace(answer="10"))
@@ -102,7 +102,7 @@ def test_fewer_guesses_are_worth_more() -> None:
 
 
 def tried(command: str, desk: Desk, answers: dict[str, list[str]] | None = None) -> Rehearsal:
-    """Run the command's recipe unchanged, then play it with these answers or made-up ones."""
+    """Run `marsrl try` with the settings of the command, then play the recipe with `answers`, or with made-up ones."""
     words = desk.words(command, Path)[2:]
     assert cli.main(["try", *words]) == 0
     played = rehearse(read_config(None, words)[0], answers or {})

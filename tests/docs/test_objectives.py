@@ -102,12 +102,12 @@ def test_a_block_computes_its_papers_formula(name: str, tmp_path: Path) -> None:
         assert (expected == 0).any() != (name == "CISPO"), "nothing is clipped"
     value, gradient = by_trainer(config, logp, old)
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=2e-5, abs=1e-9)
-    if name not in ("RLOO", "CISPO"):  # their logged losses have other values but the same gradient
+    if name not in ("RLOO", "CISPO"):  # the logged losses of RLOO and CISPO differ from the formulas in value, not in gradient
         assert value == pytest.approx(-objective.item(), rel=2e-5)
 
 
 def by_trainer(config: RunConfig, logp: list[Tensor], old: list[Tensor]) -> tuple[float, Tensor]:
-    """Return the loss and gradient by the trainer's own credit, mini-batches, packing and kernel."""
+    """Return the loss and gradient that the trainer computes with its own credit, mini-batches, packing and kernel."""
     samples = tuple(
         sampled(f"0/solver:{i}", reward, tokens=n) for i, (reward, n) in enumerate(zip(REWARDS.tolist(), LENGTHS))
     )

@@ -1,4 +1,4 @@
-"""Every number of a paper equals its preset's, or the difference has a reason; docs/papers.md lists all of them."""
+"""Every number of a paper equals the number in its preset, or papers.yaml gives the reason; docs/papers.md lists them all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _spec.loader.exec_module(papers)
 
 PAPERS = papers.papers()
 MINIATURES = {name for name in preset_names() if name.startswith("cpu_")}
-# Settings of the machine, and those that a paper leaves open. They are in no table.
+# Settings that describe the machine, or that a paper leaves open. No table contains them.
 MACHINE = re.compile(
     r"(run|task|task_options|data|orchestration|trainer\.max_tokens_per_micro_batch|agents\.<name>\.prompt"
     r"|policies\.main\.(dtype|layout|recompute|optimizer\.offload)|tools\.(pages|python)"

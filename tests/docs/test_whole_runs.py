@@ -1,4 +1,6 @@
-"""Documented commands that start engines, with their defaults; only the model is small and answers briefly."""
+"""Documented commands that start engines run with their defaults; only the model is replaced by a small one with short
+answers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
     assert config["policies"]["main"]["dtype"] == native_dtype()[0] and config["run"]["steps"] == 100
     assert config["rollout"]["engine"] == "vllm"
     step = read_metrics(run / "metrics.jsonl")[0]
-    # 7 or 8 at random. All 64, or all of every group of 8, agree once in 10^16 runs.
+    # Answers are 7 or 8 at random: once in 10^16 runs all 64 agree, or all of every group of 8.
     assert step.step == 1 and 0 < step.values["reward/solver/mean"] < 1
     assert step.values["actor/empty_steps"] == step.values["actor/skipped_steps"] == 0
     assert step.values["sync/seconds"] > 0  # version 1 was published and verified
@@ -52,7 +54,7 @@ def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
     assert "orchestration=solver" in commands[0]  # the first command takes minutes on a CPU
     team = next(words for words in commands if "orchestration=solver" not in words)
-    # Other commands evaluate the Solver alone, other problems, or a few short ones without vLLM and Ray.
+    # Other commands evaluate the Solver alone, or other problems, or a few short problems without vLLM and Ray.
     own = r"orchestration=solver|data\.eval=.*|evaluate\.num_problems=.*|agents\.solver\..*|rollout\.(engine|placement)=local"
     assert {tuple(word for word in words if not re.fullmatch(own, word)) for words in commands} == {tuple(team[:-1])}
     assert desk.start(team).wait(600) == 0, desk.console()[-6000:]

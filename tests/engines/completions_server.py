@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def complete(self, text: object, finish: object = "stop", **message: object) -> None:
-        """Send a completion, or a chat completion if requested. message: additional fields of its message."""
+        """Send a completion, or a chat completion if the path is one of chat. message: additional fields of the chat message."""
         said = {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
         usage = {"prompt_tokens": 11, "completion_tokens": 3}
         choice = {"index": 0, **said, "finish_reason": finish}

@@ -36,7 +36,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe_wide": {
         **_EXPERTS,
         "hidden_size": 128,
-    },  # in FP8, vLLM pads experts, and a padded hidden size gives NaN on a CPU
+    },  # with FP8 weights, vLLM pads experts, and a padded hidden size gives NaN on a CPU
     "mistral": {"sliding_window": 256, "max_shard_size": "100KB"},  # at least as long as the sequences of these tests
 }
 
@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         WORDS.write(directory)
         if (
             kind == "mistral"
-        ):  # a Mistral's directory has several files, and the model in a second format, which is not read
+        ):  # Mistral's directories have several weight files, and the model again in a format that we do not read
             (directory / "params.json").write_text("{}")
             (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
         return directory
@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(params=["csrc/cpu", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both implementations of an op; GPUs use PyTorch's."""
+    """Run the test with both implementations of an op: csrc/cpu's, and PyTorch's, which GPUs use."""
     if request.param == "torch":
         monkeypatch.setattr(library, "why_no_cpu_library", lambda: "left out by the test")
     elif reason := library.why_no_cpu_library():
@@ -83,7 +83,7 @@ class Judge:
     def __call__(
         self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """Return log-probs [N-1] of each sequence under the checkpoint, or under other tensors of its shape."""
+        """Return log-probs [N-1] of each sequence. tensors: weights to use instead of the checkpoint's."""
         return [logprobs_of(self.model(directory, tensors), sequence) for sequence in sequences]
 
     def scores(
@@ -126,7 +126,7 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") builds the real vLLM on that checkpoint, one engine at a time; "qwen3+..." adds _OTHER_OPTIONS."""
+    """vllm_engine("qwen3") starts the real vLLM with that checkpoint, one engine at a time; "qwen3+..." adds _OTHER_OPTIONS."""
     open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:
@@ -146,7 +146,7 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
 
 @pytest.fixture
 def directory(kind: str, checkpoint: Callable[[str], Path]) -> Path:
-    """Checkpoint of the test's `kind`: "qwen3", "local qwen3" or "qwen3+..."."""
+    """Checkpoint directory for the test's `kind`: "qwen3", "local qwen3" or "qwen3+..."."""
     return checkpoint(kind.removeprefix("local ").partition("+")[0])
 
 

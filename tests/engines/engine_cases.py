@@ -53,7 +53,7 @@ def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
 
 @torch.no_grad()
 def logprobs_of(model: Any, sequence: np.ndarray) -> np.ndarray:
-    """Return log-probs [N-1], in nats, by a model of transformers."""
+    """Return the log-probs [N-1], in nats, that a model of transformers computes."""
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
     logprobs = model(ids).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
@@ -116,8 +116,8 @@ class GivenLearner:
         return [logprobs]
 
 
-# nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch). Two layers and
-# the head add about 64 products with a sum of about 10: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5
+# Largest difference, in nats, between two float32 forwards of a tiny model that add in different orders, because their engines or
+# batches differ. Two layers and the head each add about 64 products with a sum of about 10: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5.
 ROUNDING = 1e-4
 
 
@@ -176,7 +176,7 @@ def generate(
 
 
 def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
-    """Check that the results are equal, in any order: names, tokens, and kept tokens."""
+    """Check that the results have the same uids, tokens and kept tokens as the expected ones; their order does not matter."""
     found = {result.uid: result for result in results}
     for right in expected:
         result = found[right.uid]

@@ -113,7 +113,7 @@ def flips(worker: Any, model: nn.Module) -> Iterator[tuple[str, list[str]]]:
 
 
 def reasons(model: nn.Module) -> dict[str, str]:
-    """Return the objections to layers whose kernels pack, transpose or shuffle weights."""
+    """Return why a sync without files refuses layers whose kernels pack, transpose or shuffle weights."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 
     linear: Any = next(each for each in model.modules() if hasattr(each, "weight_scale_inv"))

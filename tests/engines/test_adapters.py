@@ -1,4 +1,6 @@
-"""Adapters in our own decoder and in the real vLLM on a CPU, compared with PEFT on transformers. About 70 s, most of it vLLM."""
+"""Adapters in our own decoder and in the real vLLM on a CPU give the log-probs of PEFT on transformers. About 70 s, most of it
+vLLM.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ from marsrl.trainer.weights.sync import AdapterSync
 
 pytestmark = pytest.mark.slow
 
-# alpha / rank is no power of two, so its product is rounded.
+# alpha / rank is not a power of two, so multiplying by it rounds.
 CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})
 OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": ["attention", "experts"]})
 
@@ -56,7 +58,7 @@ def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndar
 def assert_decoded_with(
     model: Path, folders: dict[str, Path], asks: Sequence[DecodeRequest], results: Sequence[DecodeResult]
 ) -> None:
-    """Check each result's log-probs against PEFT with the request's adapter; results without a folder against the base model."""
+    """Compare each result's log-probs with PEFT's, with the request's adapter, or with the base model if `folders` lacks it."""
     for adapter in dict.fromkeys(ask.adapter for ask in asks):
         own = [(ask, result) for ask, result in zip(asks, results, strict=True) if ask.adapter == adapter]
         whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in own]
@@ -74,8 +76,8 @@ def assert_replaced_beside_others(
     own: Sequence[DecodeRequest],
     others: Sequence[DecodeRequest],
 ) -> int:
-    """Check that the adapter's requests continue under its new version without keys of the old one, and that other requests are
-    undisturbed.
+    """Check that the adapter's requests continue with its new version and without cached keys of the old version, and that other
+    requests are undisturbed.
 
     Returns the number of tokens that other requests decoded while the adapter was loaded and scored.
     """
@@ -122,7 +124,7 @@ Checkpoint = Callable[[str], Path]
 
 
 def asks_of(versions: Mapping[str, int], *adapters: str) -> list[DecodeRequest]:
-    """Return one request each, all with the same prompt."""
+    """Return one request for each adapter, all with the same prompt."""
     return [
         replace(request(f"0.{i}", prompt(70), 16, seed=i), adapter=name, adapter_version=versions.get(name, 0))
         for i, name in enumerate(adapters)
@@ -148,12 +150,12 @@ class Served:
             self.update(name)
 
     def update(self, name: str) -> dict[str, int]:
-        """Load the new version, and return the checksums that the engine then reports."""
+        """Write another version of the adapter, load it, and return the checksums that the engine then reports."""
         self.next(name)
         return self.load(name)
 
     def next(self, name: str) -> None:
-        """Write another version."""
+        """Write another version of the adapter, without loading it."""
         self._number += 1
         self.folders[name] = save_adapter(self.model, self._folder / f"{self._number}", self.config, self._number)
         self.versions[name] = self._number
@@ -301,7 +303,7 @@ def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> No
 
 
 def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenLearner:
-    """A learner that has these tensors, and the scores of the adapter in the folder."""
+    """Return a learner with these tensors, whose scores are those of the adapter in the folder."""
     sequences = comparison_sequences(160)
     scores = peft_logprobs(served.model, folder, sequences)
     noise = np.random.default_rng(0)

@@ -50,7 +50,7 @@ def test_any_flipped_bit_is_seen(implementation, data):
 
 
 def test_the_checksum_is_this_number(implementation):
-    """The value is fixed, because trainer and engine may run different releases on different devices."""
+    """The value must never change, because trainer and engine may run different releases on different devices."""
     assert checksum(torch.arange(50001, dtype=torch.float32)) == 0xCA9367CC560C9C96
     small = torch.arange(10, dtype=torch.bfloat16)
     assert checksum(small.view(2, 5)) == 0x222E2134B4438719
@@ -232,7 +232,7 @@ def test_concurrent_senders_send_to_different_shards():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("blocks", "size"),  # sizes of blocks as matrices, rows, columns; some take several rounds
+    ("blocks", "size"),  # sizes of blocks: matrices, rows, columns; some blocks need several rounds
     [
         ((1, 2, 2), (1, 300, 1000)),
         ((1, 3, 1), (1, 300, 500)),

@@ -1,4 +1,4 @@
-"""Engine options that depend on the model: draft models, and FP8 caches. vLLM's own part is in test_vllm_v2_runner.py."""
+"""Engine options that depend on the model: draft models and FP8 caches. test_vllm_v2_runner.py runs drafts in vLLM."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ CUTS = ({}, {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 
 
 
 def publish(engine, tensors, judge, directory, version, precision=None, scored=None):
-    """Publish tensors. scored: what the trainer computes with; default: the published tensors."""
+    """Publish tensors. scored: tensors with which the trainer computes its scores; default: the published tensors."""
     engines = CheckedEngines(pool_of(engine), vocab_size=160, settings=read_shape(directory).settings())
     sync = FileSync(engines, torch.float32, precision=precision)
     try:
@@ -169,9 +169,9 @@ def publish(engine, tensors, judge, directory, version, precision=None, scored=N
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directory, judge):
-    """Changes one group at a time, with the old weights of all others, and compares decoding and scoring of given tokens.
+    """Change one group of parameters at a time, keep the old weights of all others, and check decoding and scoring.
 
-    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep in our sampler.
+    Log-probs are at the sampling temperature, among the tokens that top_k and top_p keep in our sampler.
     """
     old, probe = tensors_of(directory), [prompt(97, seed=5)]
     before = judge(directory, None, probe)[0]
@@ -200,7 +200,7 @@ def test_a_teacher_scores_samples_of_mixed_lengths_and_repeats(engine, directory
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
 def test_a_teacher_scores_its_own_draws_at_their_temperature(engine, directory, judge):
-    """A policy that teaches itself has no gradient. The probe stays at temperature 1."""
+    """Scores equal the log-probs of decoding, so a policy that teaches itself has no gradient. The probe has temperature 1."""
     engine.update_weights(WeightUpdate(str(directory), 0))
     for temperature in (0.6, 1.4):
         asks = [request(f"{i}", prompt(20 + 9 * i, seed=i), 12, seed=i, temperature=temperature) for i in range(3)]
@@ -288,7 +288,7 @@ def test_vllm_s_own_sampler_draws_by_seed_and_stops_at_texts(engine):
     asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
     whole = decoded(engine, asks)
     assert len({result.token_ids.tobytes() for result in whole}) == 3
-    for ask, result in zip(asks, whole, strict=True):  # the same tokens, whatever other requests run
+    for ask, result in zip(asks, whole, strict=True):  # the tokens do not depend on which other requests run
         np.testing.assert_array_equal(decoded(engine, [ask])[0].token_ids, result.token_ids)
     ids = whole[0].token_ids.tolist()
     end = next(i for i in range(8, 30) if ids[i] > 4 and ids[i] not in ids[:i])
@@ -340,13 +340,13 @@ def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
     assert scales[0, 1, 0] == 1000 / 448 and (scales[0].flatten()[[0, 1, 2, 4, 5]] < 5 / 448).all()
     off = (dequantised(numbers, scales) - weight.float()).abs()
     spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
-    # Half a unit in the last of 4 significant bits, or of the smallest number.
+    # The error is at most half a unit in the last of 4 significant bits, or half of the smallest number.
     bound = torch.maximum(weight.float().abs() / 16, spread / 2**10)
     assert (off <= bound * (1 + 1e-5)).all() and not off[1, :128, :128].any()
 
 
 def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return HF tensors as an engine computes with them."""
+    """Return HF tensors with the rounded values that an engine computes with."""
     layout, found = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
     for name, fused in fuse(tensors, torch.bfloat16):
         whole = dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float()
@@ -374,7 +374,7 @@ def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync
         assert report.comparison.ratio < 2 and report.comparison.noise > 1e-2, part
         found = np.concatenate(engine.score(probe))
         off = [np.abs(found - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
-        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's rounding errors compared with FP8's
+        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's rounding errors, then FP8's
 
 
 @OF_FP8

@@ -1,5 +1,7 @@
-"""FP8 weights straight into vLLM's layers of an H100, which fp8_worker.py builds and loads without one: byte for byte those that
-vLLM's own code rounds. 60 s of CPU, in three processes."""
+"""FP8 weights that go straight into vLLM's layers of an H100 equal, byte for byte, those that vLLM's own code rounds.
+
+fp8_worker.py builds and loads these layers without an H100. 60 s of CPU, in three processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from marsrl.trainer.weights.sync import DirectSync
 ROOT = Path(__file__).resolve().parents[2]
 CASES = ["moe", "dense", "moe+spread"]
 SHARDS = [("0 of 1", case) for case in CASES[:2]] + [(f"{rank} of 2", case) for rank in (0, 1) for case in CASES]
-SIZES: dict[str, Any] = {  # no multiples of a block: rows of q, k and v, an expert's width and a half of it
+SIZES: dict[str, Any] = {  # not multiples of a block: the rows of q, k and v, an expert's width, and half of that width
     "vocab_size": 160, "hidden_size": 128, "head_dim": 40, "intermediate_size": 320, "tie_word_embeddings": False,
     "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "max_position_embeddings": 256,
 }  # fmt: skip
@@ -29,7 +31,7 @@ SIZES: dict[str, Any] = {  # no multiples of a block: rows of q, k and v, an exp
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Findings of fp8_worker.py by shard and case: an engine of one GPU, and both halves of an engine of two GPUs."""
+    """Return the findings of fp8_worker.py by shard and case: an engine of one GPU, and both halves of an engine of two GPUs."""
     folder, environment = tmp_path_factory.mktemp("fp8"), dict(os.environ)
     for number, suffix in enumerate(("", "_changed")):
         save_model("qwen3", folder / f"dense{suffix}", seed=number, **SIZES)

@@ -1,4 +1,4 @@
-"""A frozen policy behind HTTP, with a scripted server that behaves well or badly. About two seconds."""
+"""A frozen policy behind HTTP: a scripted server answers well or badly. About two seconds."""
 
 import functools
 import os
@@ -89,7 +89,7 @@ def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
 
 @pytest.fixture
 def chat(ask):
-    """chat(reply, text...): as ask, with chat/completions."""
+    """chat(reply, texts...): the same as ask, but through chat/completions."""
     return functools.partial(ask, api="chat")
 
 

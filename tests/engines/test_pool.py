@@ -1,5 +1,5 @@
-"""A pool distributes requests and collects results, the same for engines here and in Ray. Real engines in Ray actors are killed,
-stopped, and refused by Ray. About 50 s, most of it starting actors.
+"""A pool distributes requests and collects results in the same way for engines in this process and in Ray actors. Real engines in
+Ray actors are killed, stopped, or not placed by Ray. About 50 s, most of it starting actors.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkey
 
 @pytest.mark.slow
 def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
-    """Training creates its own process groups: the file at which vLLM's processes met is gone."""
+    """Training can create its own process groups, although vLLM's file for their rendezvous is gone."""
     if torch.distributed.is_initialized():
         pytest.skip("another test's process groups stand")
     options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)
@@ -188,7 +188,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
-        # 64 slots, and half as many requests queued in each actor; no GPU is taken.
+        # Each actor has 64 slots and a queue half as long; no GPU is taken.
         assert pool.num_slots == 2 * 96 and pool.takes == {}
         assert all(0 < result.seconds < 100 for result in results)
         with pytest.raises(WrongVersion):
@@ -320,8 +320,8 @@ SOON_S = 60.0  # on the engine's clock; far more than a test takes
 
 
 class Steps(ScriptedEngine):
-    """An engine that decodes one token a step, and pauses before each of the steps `halts`. threads: threads that have called
-    it.
+    """An engine that decodes one token a step, and pauses before each of the steps `halts`. threads: threads that have called the
+    engine.
     """
 
     def __init__(self, *halts):

@@ -1,4 +1,4 @@
-"""Clusters of real Ray with simulated GPUs: tokens, GPUs of engines, hosts that join and leave."""
+"""Real Ray clusters with simulated GPUs: their tokens, the GPUs of engines, hosts that join and leave."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Program:
         return self.out.read_text().split("\n")[:-1]
 
     def wait_for(self, part: str, after: int = 0, seconds: float = 600) -> str:
-        """Return the first line behind the first `after` that contains the text."""
+        """Return the first line that contains `part`, after the first `after` lines."""
         end = time.monotonic() + seconds
         while True:
             has_ended = self.process.poll() is not None
@@ -128,7 +128,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[str, Path]]:
-    """Start a cluster with a token by `ray start --head`, with two simulated GPUs; yield its address and its user's home."""
+    """Start a cluster that requires a token, with two simulated GPUs, by `ray start --head`; yield its address and HOME."""
     # A folder of pytest's would be too long a path for Ray's sockets.
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
@@ -159,7 +159,7 @@ def test_a_cluster_is_joined_with_its_token_or_says_so(head: tuple[str, Path], t
 
     said = told(JOIN, address, "300", HOME=str(home), RAY_AUTH_MODE="token")
     here, cluster = socket.gethostname(), f"the Ray cluster at rollout.ray_address={address}"
-    # Engines have their own GPUs, so those of ranks are not counted, whatever their host.
+    # Engines have their own GPUs, so Ray must not count the ranks' GPUs on any host.
     assert said[0] == "fine"
     assert said[1].startswith(f"{cluster} would give engines GPUs of the trainer's ranks")
     assert said[1].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=7")
@@ -220,8 +220,8 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             return program
 
         def join() -> Program:
-            """Join a host. It uses free ports, because all hosts share this machine, and waits 20 s for a lost head instead of 60
-            s.
+            """Join a host. It uses free ports, because all hosts share this machine, and waits 20 s instead of 60 s for a lost
+            head.
             """
             words = (
                 f"--address=127.0.0.1:{port}",

@@ -1,4 +1,4 @@
-"""Sampling: noise by the published generator, and draws worked out by hand."""
+"""Sampling: the noise equals the published generator's, and draws equal those worked out by hand."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def noise(n, position):
 
 
 def splitmix64(x):
-    """SplitMix64 of Steele, Lea and Flood (2014), in Python's integers."""
+    """Return a number of SplitMix64 (Steele, Lea and Flood, 2014), computed with Python's integers."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64

@@ -23,8 +23,8 @@ def meeting(port: int) -> Rendezvous:
 
 
 def receive(port: int, device: torch.device) -> None:
-    """Receive the engine's shard in its own process: report each bucket's checksum to the store, and mark the buffer's last
-    number before returning it.
+    """Receive the buckets of an engine's shard in its own process: report each bucket's checksum to the store, and write MARK
+    into the buffer's last number before giving the buffer back.
     """
     store = TransferStore(meeting(port))
     buffer = SharedBuffer(store, 0, device, is_relay=False)

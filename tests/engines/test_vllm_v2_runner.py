@@ -74,7 +74,7 @@ RECORDS = Records(kept_tokens=True, experts=True)
 
 
 def start(model: Path, records: Records = RECORDS, **drafts: Any) -> VllmEngine:
-    """Start an engine with a GPU's sampler. Users of a CPU have V1."""
+    """Start an engine with the Model Runner V2 and its sampler, as on GPUs; on a CPU, users get V1."""
     options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", **drafts)
     return VllmEngine(spec_of(model, kind="vllm", vllm=options, records=records))
 
@@ -105,7 +105,7 @@ def with_drafts(cycle: Path, **drafts: Any) -> dict[str, Any]:
 
 
 def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
-    """Return the results of an engine with a draft model: greedy tokens, and before and after new weights of the policy."""
+    """Return the results of an engine with a draft model: greedy tokens, and tokens before and after the policy's update."""
     served = start(cycle, Records(), draft_tokens=3, draft_model=str(draft))
     runner = served._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model, guesser = runner.get_model(), runner.get_draft_model()
@@ -117,7 +117,7 @@ def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
     found["moved"] = {name for name, tensor in guesser.named_parameters() if not torch.equal(tensor, before[name])}
     many = [request(f"o{i}", prompt(9, seed=i), 24, seed=i, temperature=WARM) for i in range(4)]
     found["other"] = many, decoded(served, many, version=1)
-    # As vLLM's level 2 does on a GPU: afterwards an update brings the policy's weights, and nothing the draft's.
+    # Lose weights, as in vLLM's sleep level 2 on a GPU: an update then brings the policy's weights, but never the draft's.
     served._ask_workers("marsrl_keep_draft")
     for name, parameter in guesser.named_parameters():
         if "embed_tokens" not in name:
@@ -209,8 +209,8 @@ def in_a_cycle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def write_draft(folder: Path, cycle: dict[str, torch.Tensor]) -> None:
     """Write an EAGLE-3 draft for CYCLE, with a small vocabulary of its own, and with the policy's embedding.
 
-    Its layer adds nothing to its first input, the policy's embedding of the last token but one; its head has the token two
-    further on in the cycle.
+    The draft's layer adds nothing to its first input, the policy's embedding of the last token but one. For this token, the
+    draft's head gives the highest logit to the token two places further on in the cycle.
     """
     vocab, hidden = cycle["model.embed_tokens.weight"].shape
     config = {
@@ -282,7 +282,7 @@ def test_what_is_given_up_comes_back_as_far_as_it_got(told: dict[str, Any]) -> N
 
 
 def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], checkpoint: Any, judge: Any) -> None:
-    """The update comes after requests that were aborted during a step; prefixes of the old weights are dropped."""
+    """The update follows an abort during a step; prefixes computed with the old weights are dropped."""
     changed = perturbed(tensors_of(checkpoint("qwen3_moe")), "self_attn")
     asks, results = told["changed"]
     whole = [joined(*pair) for pair in zip(asks, results, strict=True)]
@@ -297,8 +297,9 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
     drafts: str, most_steps: int, told: dict[str, Any], judge: Any
 ) -> None:
-    """Log-probs and kept tokens are those of the sampled distribution, and a guessed token is
-    accepted as often as its probability says."""
+    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens are accepted as often as their
+    probabilities say.
+    """
     found, model = told[drafts], judge.model(told["cycle"], None)
     assert found["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and found["drafts_async"]
     for ask, result in (*zip(*found["guessed_cut"], strict=True), *zip(*found["guessed"], strict=True)):
@@ -350,7 +351,9 @@ def test_greedy_tokens_with_a_draft_model_are_the_policy_s(told: dict[str, Any],
 
 
 def test_new_weights_reach_a_draft_only_where_it_shares_them(told: dict[str, Any], judge: Any) -> None:
-    """This draft has its own head, and the policy's embedding. The policy's new weights then decode, with the old draft."""
+    """This draft has its own head, and shares the policy's embedding. After the update, the policy has new weights and the draft
+    has its old head.
+    """
     assert told["shares"] == [True, False] and told["moved"] == {"model.embed_tokens.weight"}
     model = judge.model(told["cycle"], told["other_weights"])
     for ask, result in zip(*told["other"], strict=True):

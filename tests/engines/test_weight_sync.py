@@ -1,4 +1,4 @@
-"""Files, checksums, changes and messages of a weight sync, and aborted transfers, with a small local engine. 8 s."""
+"""A weight sync to a small local engine: its files, checksums, deltas and messages, and transfers that are aborted. 8 s."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ BLOCK = 65536
 
 
 class Desk:
-    """An engine in bfloat16 or float32, and publishes to it."""
+    """An engine in bfloat16 or float32, and a sync that publishes to it and sends deltas."""
 
     def __init__(self, model: Path, dtype: str) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -323,7 +323,7 @@ MANY = 1 << 20  # numbers of a bucket, more than sockets buffer
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
-    """Yield a meeting point of one trainer rank and one engine shard; a wait that lasts HUNG_S would hang the test."""
+    """Yield the rendezvous of one trainer rank and one engine shard. Waits time out after HUNG_S, which no test may reach."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HUNG_S))
     yield Rendezvous("session", "127.0.0.1", server.port, "nccl", 1, 1, "float32", MANY, HUNG_S)
 
@@ -395,7 +395,7 @@ def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
     TransferStore(rendezvous).give_up("it had a place")
     with pytest.raises(TransferBroken, match="it had a place"):
-        # The ninth row is padding: this place is accepted.
+        # A tensor of nine rows is accepted: the ninth is padding.
         WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))
 
 

@@ -1,4 +1,6 @@
-"""Programs of other libraries train as examples/README.md describes: the real packages, from PyPI, in their own environments."""
+"""Programs of other libraries train as examples/README.md describes, with the real packages from PyPI in environments of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ Made = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """made("/tmp/agents"): the virtual environment that a command of the documents makes there, in a folder of the tests. uv
-    installs the packages, with a thirtieth of pip's work."""
+    """made("/tmp/agents"): the virtual environment that the documents create at this path, created in a folder of the tests. uv
+    installs the packages, because pip needs thirty times the work.
+    """
     folder = tmp_path_factory.mktemp("environments")
     commands = [shlex.split(each) for each in run_by("test_an_environment_has_what_its_programs_import")]
     packages = {words[3]: words[words.index("install") + 1 :] for words in commands}
@@ -57,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """model("bytes"): random weights with a byte tokenizer; other names: with the arithmetic task's words."""
+    """model("bytes"): random weights with a byte tokenizer; with other names, the tokens are the arithmetic task's words."""
     folder = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: init_model("tiny", "bytes" if name == "bytes" else "arithmetic", folder / name))
 

@@ -1,4 +1,4 @@
-"""Programs that play sessions of a small team: real workers, a real port, a real engine with random weights."""
+"""Programs that play sessions of a small team, with real workers, a real port, and a real engine with random weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Played:
 
 
 def program(folder: Path, text: str) -> str:
-    """Write a function `run` to its own file, as external.function."""
+    """Write the text, which defines a function `run`, to a file; return the value of external.function that names it."""
     path = folder / "program.py"
     path.write_text(textwrap.dedent(text))
     return f"{path}:run"
@@ -105,8 +105,10 @@ def playing(
     sums_turns: bool = False,
     counting: Counting | None = None,
 ) -> Iterator[Played]:
-    """Open sessions that are ready for the first batch. external: settings, or only the function. parsers: parsers of tool calls
-    and of thoughts. key: the workers' key. renderer, clock, sums_turns: arguments of the gateway.
+    """Open a team whose sessions are played by a program, ready for the first batch.
+
+    external: settings, or only the function. parsers: parsers of tool calls and of thoughts. key: the workers' key. renderer,
+    clock, sums_turns: arguments of the gateway.
     """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
@@ -115,7 +117,7 @@ def playing(
 
 
 def turns_of(sample: Sample) -> Sequence[int]:
-    """Return the lengths of a sample's pieces, in each of which all tokens are sampled, or none are."""
+    """Split a sample's tokens into runs that are all sampled or all not sampled, and return the runs' lengths."""
     lengths, last = list[int](), None
     for own in sample.is_sampled.tolist():
         if own != last:

@@ -1,4 +1,4 @@
-"""What a harness changed in a chat, in the words of the warning."""
+"""How the warning describes what a program changed in a chat that it sends again."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scripted(model: Path) -> ScriptedEngine:
-    """Think and call the tool, then answer with the text."""
+    """Return an engine that thinks and calls the tool, then answers with SAYS."""
     renderer = ChatRenderer(model)
 
     def script(request: DecodeRequest) -> list[int]:
@@ -165,7 +165,7 @@ def run(problem, client):
 
 @pytest.mark.smoke
 def test_a_program_chooses_calls_and_goes_on_after_refusals(qwen: Path, tmp_path: Path) -> None:
-    """Forced beginnings of calls are not trained; with one call at a time, nothing after it is sampled."""
+    """Beginnings of calls that tool_choice forces are not trained. Without parallel calls, sampling ends with the first call."""
     renderer = ChatRenderer(qwen)
     first = 'add", "arguments": {"a": 1}}\n</tool_call>'
     again = '\n<tool_call>\n{"name": "add", "arguments": {"b": 2}}\n</tool_call>'
@@ -288,7 +288,7 @@ def test_prompts_continue_samples_and_equal_calls_are_separate(
     qwen: Path, tmp_path: Path, text: str, turns: list[int]
 ) -> None:
     """turns: number of turns before the last one, for each sample of a session. If several answers are equal, each call that
-    continues one takes another."""
+    continues an answer continues a different one."""
     function = program(tmp_path, text)
     played_by = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
     external = {**played_by, "superseded": "train"}  # a scripted engine may answer one call before the next arrives

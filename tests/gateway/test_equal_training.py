@@ -1,5 +1,5 @@
-"""A native team and the same team as a program train identically, bit for bit, from the first token to the weights after a
-step.
+"""A native team, and the same team written as a program, train identically: bit for bit, from the first token to the weights
+after a step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(problem, client):
 
 
 class InTurn(Orchestration):
-    """Native team that plays like the program. by_turn: the Solver's first turn has its own reward."""
+    """Native team that plays like the program IN_TURN. by_turn: whether the Solver's first turn has a reward of its own."""
 
     name = "in_turn"
     by_turn = False
@@ -81,7 +81,7 @@ class InTurnPriced(InTurn):
 
 @dataclass(frozen=True)
 class Trained:
-    """A step on a batch. norms: the gradient's norm, and each agent's share of it. checksum: checksum of the new weights."""
+    """Results of one step. norms: norm of the whole gradient, then of each agent's part. checksum: of the new weights."""
 
     credited: Credited
     norms: tuple[float | None, ...]
@@ -127,7 +127,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     ids=["by sample", "by turn"],
 )
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
-    """Log-probs are not compared: their last bits depend on the rest of a batch in decoding, and the update recomputes them."""
+    """Log-probs of decoding are not compared: their last bits depend on the other requests, and the update recomputes them."""
     config = rollout_config(group_size=4, pipeline="trajectory")
     by_turn = rules.turns == "returns"
     ours = team_of(model, config, InTurnPriced if by_turn else InTurn).batch()

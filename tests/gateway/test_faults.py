@@ -73,7 +73,7 @@ def test_only_failed_or_hung_sessions_have_missing_rewards(
 
 
 def test_a_hung_worker_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
-    """This also holds for the only worker."""
+    """A worker is also replaced if it is the only one."""
     text = f"""
     import os, pathlib, signal
 
@@ -127,7 +127,7 @@ def test_a_worker_without_requests_is_ended_with_its_last_output(
 
 
 def test_a_lost_worker_that_returns_may_replay_its_session(model: Path, tmp_path: Path) -> None:
-    """The worker's first play of the session ends later, and does not end the second one."""
+    """The worker plays the session twice at the same time; the end of its first play does not end the second."""
     text = f"""
     import pathlib, time
 
@@ -219,8 +219,9 @@ def test_rejected_requests_name_the_reason_and_the_run_goes_on(model: Path, tmp_
 
 
 def test_a_url_with_the_key_needs_no_other_key(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Checks every protocol, also with a placeholder as the client's key. A wrong key in the URL is rejected, whatever other key
-    is sent."""
+    """Every protocol accepts a URL with the session's key, even if the client sends a placeholder as its own key. A wrong key in
+    the URL is rejected, even if the client sends the right one.
+    """
     text = """
     import http.client, json, urllib.parse
     import httpx
@@ -261,8 +262,10 @@ def test_a_url_with_the_key_needs_no_other_key(model: Path, tmp_path: Path, capl
 
 
 class SolverLast(ScriptedEngine):
-    """Engine that gives the Solver's last answer only when its session asks the Verifier again. num_turns: turns of the
-    Solver."""
+    """Engine that holds the Solver's last answer back until its session calls the Verifier a second time.
+
+    num_turns: number of the Solver's turns.
+    """
 
     def __init__(self, num_turns: int) -> None:
         super().__init__(lambda request: [5, 6])
@@ -285,7 +288,7 @@ class SolverLast(ScriptedEngine):
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, num_turns: int) -> None:
-    """Earlier answers in the same sample are trained."""
+    """Answers that the program read earlier in the same sample are trained."""
     text = f"""
     import http.client, json, urllib.parse
 
@@ -377,7 +380,7 @@ def test_a_resume_replays_open_sessions_only(model: Path, tmp_path: Path) -> Non
         unbroken = played.batch()
     assert open_ones == {"000001.1", "000002.1"}
     counted = {name: resumed.metrics[f"rollout/{name}"] for name in ("episodes", "unfinished", "replayed_sessions")}
-    assert counted == {"episodes": 4, "unfinished": 0, "replayed_sessions": 2}  # two ended before the resume
+    assert counted == {"episodes": 4, "unfinished": 0, "replayed_sessions": 2}  # two sessions had ended before the resume
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
     assert unbroken.metrics["rollout/tokens"] == sum(s.num_sampled for group in unbroken.groups for s in group.samples)

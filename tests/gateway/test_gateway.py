@@ -1,4 +1,4 @@
-"""Assignment of sessions without a port: waiting sessions, lost workers, and which call continues a sample."""
+"""The gateway without a port: which sessions workers get, lost workers, and which call continues which sample."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> Non
         for i in range(4):
             direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
         await asyncio.wait(tasks)
-        # A retry gets the next unread answer, never the lost one; at the end the last answer again.
+        # Each retry gets the next unread answer, never the lost one. Further retries get the last answer again.
         for task in (*tasks[1:], tasks[3]):
             assert await direct.ask(ask, b"same", is_retry=True) is task
             direct.session.note_read(task)
@@ -160,7 +160,7 @@ def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> Non
     assert end.fates == [Fate.UNREAD, Fate.READ, Fate.READ, Fate.READ, Fate.UNREAD]
 
 
-FATES = {  # name: (what happens, the fates of the answers)
+FATES = {  # name: (events, fates of the answers: read, unread or superseded)
     "read": ("ask a, answer 0, read 0", "read"),
     "never answered": ("ask a, answer 0, read 0, ask a+0", "read unread"),
     "cut, sent again": ("ask a, gone 0, ask a, answer 0, answer 1, read 1", "unread read"),
@@ -297,7 +297,7 @@ def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None
 
 
 class ThoughtReader:
-    """Splits off a thought, as vLLM's parsers do."""
+    """Splits a completion into its thought and the rest, as vLLM's parsers do."""
 
     reads_calls = False
 
@@ -308,7 +308,7 @@ class ThoughtReader:
 
 @pytest.mark.parametrize(("kind", "goes_on"), [("qwen3", False), ("r1", False), ("plain", True)])
 def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes_on: bool, tmp_path: Path) -> None:
-    """Chats render as by the template alone, whether or not thoughts are parsed and sent back."""
+    """A chat is rendered as the template alone would render it, whether or not thoughts are parsed and sent back."""
     user, more = {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     renderer = renderer_of(TEMPLATES[kind], tmp_path)
     said = [*renderer.encode_trusted("<think>\nI add.\n</think>\n\n7").tolist(), renderer.eos_id]
@@ -343,7 +343,7 @@ def test_a_thought_is_read_by_each_of_its_names(fields: dict[str, Any]) -> None:
 
 
 def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path) -> None:
-    """Qwen3 keeps thoughts until the next user message: outputs of tools continue the sample, the next question does not."""
+    """Qwen3's template keeps thoughts until the next user message, so tools' outputs continue the sample, questions do not."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct, user, more = Direct(renderer), {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     said = "<think>\nI add.\n</think>\n\nlook"
@@ -366,7 +366,7 @@ def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path)
 
 
 def test_template_options_are_rendered_and_part_of_the_chat(tmp_path: Path) -> None:
-    """Options that the agent has anyway change nothing."""
+    """An option in the request that equals the agent's own setting changes nothing."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct = Direct(renderer, template_options={"enable_thinking": True})
     chat = [{"role": "user", "content": "3?"}]
@@ -513,7 +513,7 @@ def test_a_chat_that_comes_back_as_clients_write_it_goes_on(
 
 
 def test_of_two_equal_answers_the_last_goes_on() -> None:
-    """A program may ask again and get an equal answer."""
+    """A program may send the same request twice and get two equal answers."""
     history, first = known(TEXT)
     again = Strand(np.asarray([1, 2, 3], np.int32), 2, "s#1:0", is_busy=False, call=1)
     history.answered("solver", TOOLS, [SYSTEM, USER, TEXT], again)

@@ -1,4 +1,4 @@
-"""Lineages of a session: shared prefixes, renamed calls, successors, sub-agents and their callers."""
+"""Lineages of a session's samples: shared prefixes, tool calls with new ids, successors, sub-agents and their callers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_search_looks_at_few_of_many_samples(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Session:
-    """Calls of a session, without tokens of a model: a call's prompt is a list of tokens, and its answer one token."""
+    """Calls of a session, without a model: a call's prompt is a list of made-up tokens, and its answer is one token."""
 
     def __init__(self, most_names: int = 9) -> None:
         self.lineages, self.num_calls = Lineages(most_names), 0
@@ -112,7 +112,7 @@ def test_a_sub_agents_caller_waits_around_it() -> None:
 
 
 def test_without_one_caller_that_fits_there_is_none() -> None:
-    """Nested samples fit two callers; parallel ones do not wait for each other."""
+    """A nested sample has no caller because two would fit; parallel samples have none because neither waits for the other."""
     session = Session()
     main = session.one("main", 1)
     sub = session.one("sub", 2)
@@ -142,7 +142,7 @@ def test_a_caller_makes_no_call_while_its_sub_agent_does() -> None:
 
 
 def test_a_callers_answer_comes_before_its_sub_agent() -> None:
-    """The main agent's second call is open while the sample begins."""
+    """The main agent's second call is still open when the sample begins, so the main agent did not start it."""
     session = Session()
     main = session.one("main", 1)
     session.lineages.go_on(Ask("solver"), main, 1, np.array([98], np.int32))
@@ -171,7 +171,7 @@ def test_calls_of_one_name_are_one_lineage() -> None:
     session = Session()
     session.one("a", 1, lineage="x")
     session.one("b", 2, lineage="x", text=SUMMARY)
-    session.one("c", 3, lineage="y", chat=SUMMARY)  # another name is another lineage, whatever it holds
+    session.one("c", 3, lineage="y", chat=SUMMARY)  # a named lineage is separate, even if the chat shows a summary
     lineages = session.lineages.settle().lineages
     assert lineages["a"] is lineages["b"] is not lineages["c"]
 
@@ -183,7 +183,7 @@ def test_calls_of_one_name_are_one_lineage() -> None:
         (f"So far: {SUMMARY[20:]}", "solver", False, True),  # the summary lacks its beginning
         (f"So far: {SUMMARY[:40]}", "solver", False, False),
         (f"Is it right? {SUMMARY}", "verifier", False, False),
-        (f"Is it right? {SUMMARY}", "solver", True, False),  # the first context goes on: a sub-agent
+        (f"Is it right? {SUMMARY}", "solver", True, False),  # the first context goes on, so the other sample is a sub-agent
     ],
     ids=["summary", "cut summary", "too short", "another agent", "the first goes on"],
 )
@@ -219,7 +219,7 @@ REWARDS = {  # name: (rewards by agent, by lineage and by answer; expected rewar
 def test_a_sample_gets_the_first_reward_that_is_given(
     by_agent: dict[str, float], by_name: dict[str, float], answers: list[tuple[str, float]], expected: dict[str, float]
 ) -> None:
-    """The order is: reward of its answers, its lineage, its agent, its caller."""
+    """The order: rewards given to the sample's answers, to its lineage, to its agent, to its caller."""
     session = Session()
     main = session.one("main", 1, lineage="m")
     for uid in ("sub", "then"):
@@ -287,7 +287,7 @@ def test_rewards_of_turns_stand_for_the_callers_and_are_not_passed_on() -> None:
 
 
 def test_a_problem_that_an_answer_repeats_is_no_summary() -> None:
-    """Two votes on a long problem do not share their reward."""
+    """Two samples that answer the same long problem, and repeat it, are two lineages, so they do not share a reward."""
     session = Session()
     for uid in ("one", "two"):
         session.one(uid, 1, chat=SUMMARY, text=f"{SUMMARY} So it is 5.")
@@ -312,7 +312,7 @@ def test_a_chain_of_summaries_is_one_lineage_with_one_caller() -> None:
 
 
 def test_a_chat_that_shows_more_answers_was_rewritten() -> None:
-    """A new chat with the same beginning, such as a system prompt, is not rewritten."""
+    """A new chat that shares only its beginning with another, such as a system prompt, does not count as rewritten."""
     session = Session()
     session.one("first", 1, 2, 3)
     session.one("rewritten", 1, 2, 4, answers=1)
@@ -376,7 +376,7 @@ def output(name: str | None, text: str = "7") -> dict[str, Any]:
 
 
 def known(*answers: dict[str, Any]) -> History:
-    """Return a history of one chat: each answer is a sample of its own, and a tool's output follows each but the last."""
+    """Return a history of one chat. Each answer is a sample of its own; a tool's output follows every answer but the last."""
     history, chat = History(), [USER]
     for number, answer in enumerate(answers):
         chat = [*chat, answer]

@@ -1,4 +1,4 @@
-"""Which answers of a session are trained, and their rewards, played without a model by the machinery of `marsrl try`."""
+"""Which answers of a session are trained, and with which rewards. `marsrl try`'s code plays the sessions, without a model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(problem, client):
 
 @pytest.mark.parametrize("superseded", ["mask", "train"])
 def test_an_answer_thrown_away_does_not_earn_the_outcome(tmp_path: Path, superseded: str) -> None:
-    """The session's second answer, 6, is discarded. A token is a byte here, and one more ends a turn."""
+    """The session discards its second answer, 6. Each byte is a token here, and an end token ends a turn."""
     text = AGAIN.replace("RETURNED", "float(client.session.endswith('0'))")
     credited, sessions = credit_of(tmp_path, text, f"external.superseded={superseded}")
     length, masks = len(r"\boxed{5}") + 1, superseded == "mask"
@@ -208,7 +208,7 @@ def test_samples_know_their_prefix_and_their_caller(tmp_path: Path) -> None:
         assert [sub.caller for sub in subs] == [Caller(main.uid, call) for call in (1, 1, 6, 6)]
         assert [sub.parent_uid for sub in subs] == [main.uid] * 4
         assert subs[0].behind is None
-        for sub in subs[1:]:  # all are the same
+        for sub in subs[1:]:  # all sub-agents' prompts are equal
             assert sub.behind is not None and sub.behind.num_tokens == len(sub.prompt_ids)
         file = write_samples(RunDirectory(tmp_path), number, [Group("g", "r", "a", (main, *subs))])
         assert [(row.behind, row.caller) for row in read_samples(file)] == [(s.behind, s.caller) for s in (main, *subs)]

@@ -1,4 +1,4 @@
-"""Programs and environments play: their calls become samples, with the tokens that a native team would have."""
+"""Calls of programs and environments become samples with the tokens that a native team would have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(problem, client):
 def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
-    """Random weights never write `Answer:`, so their own answers are wrong."""
+    """A model with random weights never writes `Answer:`, so the task judges its answers wrong."""
     config, text = rollout_config(prompts_per_step=4), ONE.replace("RETURNED", returned)
     with playing(model, config, program(tmp_path, text)) as played:
         samples = played.samples()
@@ -132,7 +132,7 @@ def run(problem, client):
 
 
 class Noting(ChatRenderer):
-    """Renderer that notes starts and ends; a long prompt waits for the other session's prompt."""
+    """Renderer that records when each prompt starts and ends; a long prompt waits for the other session's prompt."""
 
     def __init__(self, model: Path, mark: Path) -> None:
         super().__init__(model)

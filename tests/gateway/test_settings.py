@@ -1,4 +1,6 @@
-"""Settings of programs are refused, by key, before a run starts; `marsrl try` plays a program with made-up answers."""
+"""Wrong settings of programs are refused before a run starts, by a message that names the key; `marsrl try` plays a program with
+made-up answers.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> 
 
 
 def test_a_program_imports_its_files_but_not_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """openai-agents is called `agents`, like a file of the gateway, also if a link leads to it."""
+    """The package openai-agents is imported as `agents`, which is also a file beside the worker, even if a link leads there."""
     (tmp_path / "gateway").symlink_to(WORKER.parent)
     monkeypatch.setattr("marsrl.rollout.gateway.workers.WORKER", tmp_path / "gateway" / WORKER.name)
     (tmp_path / "beside.py").write_text("NAME = 'run'\n")
@@ -142,7 +144,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1] == "does not continue an earlier sample: another call continues the same answer"
     assert lines[other + 2].startswith("call 4 reads ")
-    assert at < verifier < other  # both below solver:0: it called the first, and its tokens begin the second
+    assert at < verifier < other  # Both lie below solver:0, which called the first and whose tokens begin the second.
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Games of textarena as environments: who reads what, rewards by player, and wrong names."""
+"""Games of textarena as environments: what each player reads, each player's reward, and wrong names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dockerfile and compose.yaml agree with each other, the locks, the documents and the ignored files. Nothing is built."""
+"""Dockerfile and compose.yaml agree with each other, the locked versions, the documents and .dockerignore. No image is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make install` as a user runs it, in its own folder: the real make, script, pip and venv, with stand-ins for the wheels."""
+"""`make install` in a folder of its own, as a user runs it: make, script, pip and venv are real, the wheels are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "import types\n__version__, version = {0!r}, types.SimpleNamespace(cuda={1!r})\n"
-# An editable wheel of marsrl is the one beside the others.
+# A build of marsrl's editable wheel copies the stand-in that lies beside the other wheels.
 BACKEND = """
 import os, shutil
 def build_editable(folder, *words):
@@ -90,8 +90,8 @@ class Clone:
         return subprocess.run(["make", *words], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def assert_holds(self, device: str) -> None:
-        """Check that the environment has torch of this CUDA version, vllm without files of the other build, and only its set's
-        packages.
+        """Check that the environment has torch for this device, vllm without files of the other build, and only the packages of
+        this set.
         """
         script = (
             "import json, os, torch, vllm; from importlib.metadata import distributions as all; "
@@ -118,7 +118,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     assert done.returncode == 0, done.stderr
     clone.assert_holds("cpu")  # no GPU, nothing requested
     assert "constraints/install.sh" not in clone.make("install").stdout
-    done = clone.make("install", device="cuda")  # on a login node, for GPU nodes
+    done = clone.make("install", device="cuda")  # as on a login node without a GPU, for GPU nodes
     assert done.returncode == 0 and "removing the cpu set" in done.stdout, done.stderr
     clone.assert_holds("cuda")
     (clone.folder / "CMakeLists.txt").touch()

@@ -37,7 +37,7 @@ def test_pre_commit_runs_the_ruff_of_the_locks() -> None:
 
 
 def torch_of_cpu(folder: Path) -> None:
-    """Write a CPU wheel of PyTorch with metadata only, since PyPI has none and the resolver reads no more."""
+    """Write a CPU wheel of PyTorch that has only metadata: PyPI has no such wheel, and the resolver reads nothing else."""
     installed = distribution("torch")
     if installed.version not in {pin.partition("==")[2] for pin in locked("cpu")}:
         pytest.skip(f"PyTorch {installed.version} is installed, and what that for CPUs needs is not known")
@@ -51,7 +51,7 @@ def torch_of_cpu(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("cuda", "3.12")])
 def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
-    """Given the lock and its sources, a resolver adds nothing, finds no conflict, and finds a wheel for each package."""
+    """From the lock and the file that it is made of, a resolver adds nothing, finds no conflict, and finds every wheel."""
     words = ["pip", "compile", "--only-binary", ":all:", "--no-header", "--no-annotate", "--find-links", str(tmp_path)]
     words += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
     if device == "cpu":
@@ -88,7 +88,7 @@ def test_the_locked_quack_has_the_names_that_the_head_calls(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_locked_flash_attn_takes_what_we_give_it(tmp_path: Path) -> None:
-    """SIGNATURES has its first arguments, up to the last that we pass."""
+    """Our SIGNATURES equal the function's first arguments, up to the last one that we pass."""
     tree = ast.parse(locked_wheel("flash-attn-4", tmp_path).read("flash_attn/cute/interface.py"))
     found = next(each for each in tree.body if getattr(each, "name", None) == "flash_attn_varlen_func")
     for each in found.args.args:

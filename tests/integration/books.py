@@ -1,4 +1,4 @@
-"""Invariants of a run's directory after its processes have ended, for whatever reason."""
+"""Invariants of a run's directory, which hold after its processes have ended for any reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def last_line(output: str) -> str:
 def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
     """Check metrics, checkpoints, samples and instances of a run.
 
-    damaged: names of checkpoints that need not be intact, and `latest` if that file need not be.
+    damaged: checkpoints that may be damaged; with `latest`, that file may be damaged too.
 
     Raises Loss if something is missing or duplicated.
     """
@@ -56,9 +56,9 @@ def read_books(checkpoint: Path) -> RolloutState:
 
 @dataclass
 class SessionsBook:
-    """Sessions of an external program, as mischief.py notes them at `path`, and those that the run has trained.
+    """Compares the sessions that mischief.py records at `path` with those that the run has trained.
 
-    num_played: number of starts of each session that was over when the run stopped.
+    num_played: how often each session had been started, for sessions that were over when the run stopped.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class SessionsBook:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
     def check(self, run: RunDirectory) -> None:
-        """Check that no finished session is played again, and none is trained twice, whatever the names of its samples.
+        """Check that no finished session is played again, and that none is trained twice, even under different sample names.
 
         Raises Loss otherwise.
         """

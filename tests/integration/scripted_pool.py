@@ -1,4 +1,4 @@
-"""Runs with scripted engines in place of those that rollout.engine names."""
+"""Runs whose engines follow a script; they replace the engines that rollout.engine names."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def saying(
     kind: type[ScriptedWithWeights] = ScriptedWithWeights,
     **options: Any,
 ) -> Callable[[], Engine]:
-    """Return engines that answer by the script, with this model's tokens."""
+    """Return a function that creates engines which answer by the script, with this model's tokens."""
     renderer = ChatRenderer(model)
     encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
     return functools.partial(kind, model, script, encode=encode, **options)
 
 
 def half_right(request: DecodeRequest, rng: random.Random | None = None) -> str:
-    """Return an answer, 7 or 8, or a Verifier's verdict, at random by the sample's name."""
+    """Return a Solver's answer, 7 or 8, or a Verifier's verdict, drawn with the request's uid as seed unless `rng` is given."""
     rng = rng or random.Random(request.uid)
     if request.uid.rpartition("/")[2].startswith("verifier"):
         return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-# Tests of a whole run must hold for every draw: MARSRL_TEST_SEED=3 uses other draws (tests/README.md).
+# Tests of a whole run must hold for every seed; MARSRL_TEST_SEED sets another one (tests/README.md).
 SEED = (f"run.seed={os.environ['MARSRL_TEST_SEED']}",) if "MARSRL_TEST_SEED" in os.environ else ()
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
-# Problems of one or two operations are learned in seconds, from tutors that slip often; otherwise the run is MarsRL.
+# Problems with one or two operations are learned in seconds, from tutors that err often. Everything else is as in MarsRL.
 ARITHMETIC = (
     "task_options={min_operations: 1, max_operations: 2}",
     "warm_start={max_solver_steps: 30, short_steps: 15, solver_loss: 0.5, max_team_steps: 8, decay_steps: 12, "
@@ -34,7 +34,7 @@ SMALL = (
     "rollout.vllm.max_num_seqs=64",
     "rollout.vllm.kv_cache_mib=64",
 )
-# A weak Solver has few pairs of right and wrong answers.
+# Pick `adaptive`, because a weak Solver gives few pairs of a right and a wrong answer.
 TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
 
 
@@ -53,9 +53,9 @@ def sevens(folder: Path, number: int = 40, *, name: str = "train.jsonl", answer:
 
 
 def started_with(variable: str, value: str) -> list[psutil.Process]:
-    """Yield the other processes whose environment has this variable, which children inherit, with name and cmdline in `info`."""
+    """Return other processes whose environment has this variable, which children inherit; `info` has their name and cmdline."""
     every = psutil.process_iter(["name", "cmdline", "environ"])
-    # None: the process ended before or during the read.
+    # cmdline is None if the process ended before or during the read.
     alive = [each for each in every if each.info["cmdline"] is not None]
     return [each for each in alive if (each.info["environ"] or {}).get(variable) == value and each.pid != os.getpid()]
 

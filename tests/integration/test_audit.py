@@ -1,4 +1,4 @@
-"""`marsrl audit` of short runs with a real engine passes, and fails after each fault in what was trained."""
+"""`marsrl audit` accepts short runs with a real engine, and rejects them after each fault in what was trained."""
 
 from __future__ import annotations
 

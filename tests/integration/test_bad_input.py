@@ -39,9 +39,9 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """Return the single message of a refused run, in this process, because starting Python for each would take minutes.
+    """Return a function that starts a run in this process and returns its single error message.
 
-    If it begins with a key, a line says where to read more.
+    A new process for each run would take minutes. If the message begins with a key, a second line must say where to read more.
     """
 
     more = re.compile(r"\(more: docs/\w+\.md, marsrl config --explain [\w.<>]+\)")
@@ -128,7 +128,7 @@ def train(files: str, task: str = "math") -> list[str]:
 def test_data_and_models_that_cannot_be_used_are_named(
     words: list[str], says: str, tmp_path: Path, refusal: Refusal
 ) -> None:
-    """%s stands for the folder of FILES."""
+    """In `words` and `says`, %s stands for the folder of FILES."""
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     message = refusal(*(word.replace("%s", str(tmp_path)) for word in words))

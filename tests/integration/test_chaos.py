@@ -1,4 +1,4 @@
-"""The shortest form of tests/chaos.py: four faults on one run of a program, with our own engine in a Ray actor."""
+"""A short run of tests/chaos.py: four faults in one run of a program, with our own engine in a Ray actor."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SEED = "9"  # with this seed the run has two ranks and is struck while it trains
 
 
 def test_four_faults_cost_nothing(runner: Runner) -> None:
-    """The faults: a killed worker; a killed rank with a worker; a silent rank, which the run names when it ends; and a killed
-    torchrun, whose ranks end by themselves. The run continues after each and reaches its end. No session is played or trained
-    twice.
+    """The faults: a killed worker; a rank killed together with a worker; a silent rank, which the run names when it ends; and a
+    killed torchrun, whose ranks end by themselves. The run continues after each fault and reaches its end. No session is played
+    or trained twice.
     """
     (command,) = run_by("test_four_faults_cost_nothing")
     words = [*shlex.split(command)[1:], "--external", "--faults", "4", "--seed", SEED, "--kinds", *KINDS]

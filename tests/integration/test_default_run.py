@@ -1,4 +1,4 @@
-"""The default run in small: all real parts, reproducible, and resumed exactly."""
+"""A small version of the default run, with all real parts: it can be reproduced, and resumed exactly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_leaves_its_files_and_a_summary_of_what_ran(first_run: Path) -> No
     in_steps = sum(row["rollout/tokens"] for row in rows)  # type: ignore[misc]
     in_episodes = sum(used.output_tokens for each in (summary.before, summary.after) for used in each.usage.values())
     (decoded,) = summary.tokens_per_engine
-    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest was decoded by agents that evaluations test alone
+    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest was decoded in evaluations of single agents
     assert all(row["actor/empty_steps"] == row["actor/skipped_steps"] == 0 for row in rows)
     assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
     assert summary.timings.keys() >= {"warm_start", "rollout", "step", "publish"}
@@ -73,7 +73,7 @@ def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) ->
 
 @pytest.mark.smoke
 def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
-    """Weight versions order the spans, as engine and trainer have separate clocks: a rollout decodes between two publishes."""
+    """Engine and trainer have separate clocks, so weight versions order the spans: a rollout decodes between two publishes."""
     spans = read_trace(first_run / "trace.json")  # in the order of their starts
     assert {span.lane for span in spans} >= {"rank/0", "engine/0", "credit/main", "reward/pool", "sync/main"}
     assert [s.name for s in spans if s.lane == "mark/stage"] == [f"stage {n}" for n in range(1, 5)]
@@ -145,7 +145,7 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
 
 
 def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runner: Runner) -> None:
-    """The same seed gives bitwise equal metrics, whether the warm start was made or cached, with torchrun or without."""
+    """The same seed gives bitwise equal metrics, with a new or a cached warm start, and with or without torchrun."""
     left_behind = functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))
     settings = ("stopped", "run.steps=4")
     began = time.monotonic()

@@ -1,5 +1,5 @@
-"""A trained policy and a frozen one behind a chat server play in one team, with the whole loop. Refusals:
-trainer/test_read_config.py.
+"""A whole run of a team with a trained policy and a frozen one behind a chat server. trainer/test_read_config.py tests refused
+settings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from marsrl.trainer.runs.directory import step_files
 
 
 def verify(handler: Handler, body: dict[str, object], before: int) -> None:
-    """Return random verdicts; now and then the server is busy, or fails for good."""
+    """Answer with random verdicts; some requests find the server busy at first, others fail for good."""
     seed = int(str(body["seed"]))
     if seed % 5 == 0 and not before:
         handler.send(429, b"busy")

@@ -1,4 +1,4 @@
-"""A model judges: runs and evaluations with a frozen policy or a server as the judge, and refusals."""
+"""A model judges answers: runs and evaluations in which the judge is a frozen policy or a server, and refused settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ Say = Callable[[str], str]
 
 @pytest.fixture
 def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
-    """Yield engines(team, judge), which makes all engines answer by these functions of a sample's uid and of a judged answer."""
+    """Yield engines(team, judge), which makes all engines answer by these functions. team: from a sample's uid. judge: from the
+    judged answer.
+    """
     renderer = ChatRenderer(model)
 
     def says(request: DecodeRequest, team: Say, judge: Say) -> str:
@@ -121,7 +123,7 @@ def test_an_unreadable_judge_stops_the_run_with_its_output(tmp_path: Path, model
     assert said.startswith("step 1: the judge (judge.policy=judge) did not judge ") and "\x1b" not in said
     assert "judge.max_missing_share = 0.2; the last reason: no line `correct:`: '\\x1b[2Jwho knows?'" in said
     (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
-    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, for inspection
+    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # the user finds the metrics on disk
 
 
 OPEN = """

@@ -1,6 +1,6 @@
-"""A policy plays past versions of itself in evaluations: who decodes which agent, and what a resumed run does.
+"""A policy plays past versions of itself in evaluations: which version decodes which agent, and what a resumed run does.
 
-A script decodes; our own engine holds the adapters that are loaded.
+Completions come from a script; the local engine holds the adapters that are loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_past_versions_play_their_seats_and_survive_a_kill(tmp_path: Path) -> No
         "run.evaluate=false", "run.eval_every=1",
         "loss.entropy_coef=0.01",  # so that each step trains
     ]  # fmt: skip
-    asked = defaultdict[str, set[tuple[str, int]]](set)  # (adapter, version) by the first part of the uid and the agent
+    asked = defaultdict[str, set[tuple[str, int]]](set)  # {first part of the uid and the agent: {(adapter, version)}}
 
     def script(request: DecodeRequest) -> str:
         where, _, agent = request.uid.partition("/")

@@ -1,8 +1,10 @@
-"""Real runs with engines in Ray actors. One engine is killed while it waits for a bucket of weights (by nccl's twin and ipc's),
-and during a stage; later Ray's head is killed (about 50 s). One engine moves between policies (about 40 s).
+"""Real runs with engines in Ray actors.
 
-Weights come from the trainer's memory (sync.backend=auto with its CPU twin), so no file has them for a new engine. From files:
-tests/engines/test_pool.py. When engines move: tests/rollout/test_rebalance.py.
+In the first run (about 50 s), an engine is killed while it waits for a bucket of weights, with the CPU twins of nccl and ipc, and
+again during a stage; later Ray's head is killed. In the second run (about 40 s), an engine moves between policies.
+
+Weights come from the trainer's memory (sync.backend=auto with its CPU twin), so a new engine cannot read them from a file.
+tests/engines/test_pool.py tests weights from files, and tests/rollout/test_rebalance.py tests when engines move.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ def kill(name: str) -> None:
 
 
 def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Kill the engine when its third bucket of versions 1 and 2 is due; version 2 is sent by ipc. Return (kind of sync, restarts
-    so far) after each publish.
+    """Kill the engine when the third bucket of version 1, and of version 2, is due. Version 2 is sent by ipc.
+
+    Returns a list that gets (kind of sync, restarts so far) after each publish.
     """
     assert run.driver is not None
     pool, publish, given = run.driver.team.pools["main"], run.publish, run.syncs["main"]

@@ -1,7 +1,6 @@
 """Adapters, Dr. MAS and MARS in miniature: two steps of the commands of configs/cpu_adapters.yaml, cpu_solver_verifier.yaml,
-cpu_search_team.yaml and cpu_dual_system.yaml. Whether the reward rises is measured by `python benchmarks/learning.py
-preset=cpu_solver_verifier` (and the others). Counting of tools and credit of outcomes: test_scripted_team.py, with scripted
-agents.
+cpu_search_team.yaml and cpu_dual_system.yaml. `python benchmarks/learning.py preset=cpu_solver_verifier` (or another of these)
+measures whether the reward rises. test_scripted_team.py tests how tools are counted and outcomes credited, with scripted agents.
 
 The result of such a short warm start depends on a processor's last bits, so these tests check nothing that a model says.
 """
@@ -55,9 +54,7 @@ def steps_of(directory: Path) -> Steps:
 
 
 def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
-    """Check for one update in each step that asked the policy's agents: SMALL gives each token an entropy
-    bonus.
-    """
+    """Check that each step which called the policy's agents made one update: SMALL sets an entropy bonus, so all tokens train."""
     assert len(steps) == 2
     for row, samples in steps:
         is_asked = any(sample.agent in agents for sample in samples)
@@ -100,7 +97,7 @@ def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> N
 
 @pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
 def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
-    """The team's tutor teaches it, it is evaluated, and one policy is trained."""
+    """The team is warm-started from its tutor and evaluated, and its only policy is trained."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
     directory = train(runner, "search-team" if is_search else "dual-system", command)

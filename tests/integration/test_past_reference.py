@@ -1,4 +1,4 @@
-"""KL to an earlier version of the policy: refreshed after its publish, and checkpointed."""
+"""KL to an earlier version of the policy, the reference: it is refreshed after a publish, and checkpointed."""
 
 from __future__ import annotations
 

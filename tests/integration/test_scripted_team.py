@@ -46,12 +46,12 @@ from marsrl.trainer.runs.stop import Stopped
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math's prompt
+BRIEF = "agents.verifier.prompt=chain"  # this prompt has a tenth of the words of math's
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
 
 def script(request: DecodeRequest) -> str:
-    """One in eight answers is a hostile text without answer or verdict."""
+    """Answer by half_right, but with a hostile text without answer or verdict in one of eight cases."""
     rng = random.Random(request.uid)
     if rng.random() < 0.125:
         return "</think> <script>alert(1)</script> {report} Verdict: maybe \\boxed{"
@@ -97,7 +97,7 @@ Play = Callable[..., RunDirectory]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[Play]:
-    """play("key=value", ..., says=script) trains, and returns the run's directory. The engines persist between calls."""
+    """play("key=value", ..., says=script) trains, and returns the run's directory. Further calls use the same engines."""
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = on_sevens(tmp_path, model)
     CALLS.clear()
@@ -227,7 +227,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
 def test_evaluations_between_steps_do_not_change_the_steps(
     play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A team with a tool, whose counts are only those of steps; engines drop the prefixes that evaluations have cached."""
+    """The team has a tool; evaluations do not add to its counts, and engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
     words += [f"agents.{name}.prompt=facts" for name in ("verifier", "search", "answer")]
     run = play(*words, "run.evaluate=false", says=searches)
@@ -245,13 +245,13 @@ def test_evaluations_between_steps_do_not_change_the_steps(
     assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
-    assert run.steps_on_disk() == [1, 2]  # kept: step 1, which may be the best evaluated one, and the last step
+    assert run.steps_on_disk() == [1, 2]  # the last step is kept, and step 1, which may have the best evaluation
     best = 1 + (evaluated[1]["eval/system"] > evaluated[0]["eval/system"])
     assert (run.checkpoints / "best").read_text() == f"step_{best}\n"
 
 
 def searches(request: DecodeRequest) -> str:
-    """Return completions of a team that finds out more in two of three turns."""
+    """Return completions of a search team that decides in two of three turns to search for more."""
     rng, agent = random.Random(request.uid), request.uid.rpartition("/")[2].partition(":")[0]
     route = rng.choice(["yes", "no", "no"])
     query = rng.choice(["the home of mira holt", "friend of odo", "' OR *", "the"])
@@ -430,7 +430,7 @@ def test_a_trainer_that_sleeps_saves_when_stopped_in_a_stage(
 
     def stopping(request: DecodeRequest) -> str:
         asked.append(request.uid)
-        if len(asked) == 20:  # of the second step: the first has 16 solvers'
+        if len(asked) == 20:  # this request is of step 2: step 1 has 16 requests, all to the Solver
             signal.raise_signal(signal.SIGINT)
         return script(request)
 
@@ -496,7 +496,7 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play) -> None:
 
 
 def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> None:
-    """Two updates a step, so that ratios move and are clipped."""
+    """Each step makes two updates, so in the second one ratios differ from 1 and are clipped."""
     words = [
         "run.evaluate=false", "trainer.updates_per_step=2", "loss.clip_low=0.0001", "loss.clip_high=0.0001",
         "policies.main.optimizer.lr=1e-3", "mpt.entropy=9", "mpt.probability=0.003", "orchestration=solver",

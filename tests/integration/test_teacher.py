@@ -1,4 +1,4 @@
-"""agents.<name>.teacher: a frozen policy's log-probs of each token train an agent, alone or beside the reward."""
+"""agents.<name>.teacher: the log-probs of a frozen policy train an agent token by token, alone or together with the reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = (
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A Solver that answers 7 or 8 at random, and is rewarded for 8; its teacher answers 7."""
+    """Return settings of a run: the Solver answers 7 or 8 at random and is rewarded for 8, its teacher answers 7."""
     os.chdir(tmp_path)
     sevens(tmp_path, name="problems.jsonl", answer="8")
     coin, big = boxing_model(tmp_path / "coin"), boxing_model(tmp_path / "big", "7")
@@ -36,7 +36,7 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], tmp_path: Path) -> None:
-    """This holds token by token, also over segments of several versions, with recorded experts that are forced in training."""
+    """Also if a sample has segments of several versions, and if training forces the experts that the engine recorded."""
     words += ["rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2"]
     words += ["trainer.router_replay=rollout"]
     rows = rows_of(train_here(tmp_path, [*words, "agents.solver.loss_weight=0", "run.steps=14"]))
@@ -53,8 +53,8 @@ def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], 
 
 @pytest.mark.slow
 def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) -> None:
-    """RL makes an agent better, which all other properties serve: from a random answer, right half of the time whatever the
-    rounding, to the rewarded one. The teacher, which gives the other answer, has a small weight.
+    """RL makes an agent better: its answers are random at first, and later more often the rewarded one. The teacher, which gives
+    the other answer, has a small weight.
     """
     rows = rows_of(
         train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "rollout.prompts_per_step=16", "run.steps=8"])
@@ -88,7 +88,7 @@ def test_teachers_share_the_tokenizer_and_load_only_in_training(words: list[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("command", run_by("test_the_teacher_examples_train_a_small_solver"))
 def test_the_teacher_examples_train_a_small_solver(command: str, tmp_path: Path) -> None:
-    """Starts from untrained models: both examples run, and the teacher scores each step of the Solver's."""
+    """Both examples run from untrained models, and the teacher scores the Solver's samples in each step."""
     desk = Desk(tmp_path)
     os.chdir(tmp_path)
     models = [f"policies.solver.model={init_model('tiny', 'arithmetic', tmp_path / 'student')}"]

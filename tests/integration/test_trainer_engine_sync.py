@@ -1,6 +1,6 @@
-"""Trainer and engine compute equal log-probs for equal weights: before and after a sync, for every kind of parameter.
+"""Trainer and engine compute equal log-probs for equal weights, before and after a sync, for every kind of parameter.
 
-Engines have one process, or two that hold half of the model each and must end with the process that started them.
+An engine has one process, or two processes with half of the model each; both must end with the process that started them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _change(learner: Learner, group: str) -> None:
 
 
 def _draws_as_one_process_does(parts: Parts, version: int) -> None:
-    """Check for equal tokens and log-probs on an engine without halves, with the last published weights."""
+    """Check that an engine of one process, with the last published weights, draws equal tokens with equal log-probs."""
     info = parts.pool.infos()[0]
     spread = parts.vllm.expert_parallel
     assert info.shards == tuple(EngineShard.of(i, 2, 1, spreads_experts=spread) for i in range(2))
@@ -150,7 +150,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
 
 
 def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
-    """Check that a bit that changes between the checksum and the file is named."""
+    """Check that an error names the tensor of which a bit changes between the checksum and the file."""
     moe = parts.kind == "qwen3_moe"
     last = "model.layers.1.mlp.experts.3.down_proj.weight" if moe else "model.layers.1.mlp.down_proj.weight"
     fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
@@ -171,7 +171,7 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
 
 
 def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None:
-    """Kill one of its processes during decoding: the engine is lost, and no other process stays."""
+    """Check that if one of the engine's processes is killed during decoding, the engine is lost and all its processes end."""
     actor = actors()[-1]
     workers = [child for child in descendants(actor) if child.name().startswith("VLLM::Worker")]
     assert len(workers) == 2

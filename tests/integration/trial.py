@@ -1,4 +1,4 @@
-"""A run that tests/chaos.py starts, lets fail and starts again: its processes, and the files that it leaves."""
+"""A run that tests/chaos.py starts, makes fail and starts again: its processes, and the files that it leaves behind."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Trial:
     disk: Path | None = None
     life: Life | None = None
     num_lives: int = 0
-    resume: str = ""  # command to continue, from the last line
-    forgiven: set[str] = field(default_factory=set)  # checkpoints that we damaged, named in a refusal
+    resume: str = ""  # value of run.resume in the last line of the previous life
+    forgiven: set[str] = field(default_factory=set)  # damaged checkpoints, by name; `latest`: that file too
     pids: set[int] = field(default_factory=set)  # process ids of trainers
     sessions: SessionsBook | None = None
 
@@ -128,7 +128,7 @@ class Trial:
         ]  # fmt: skip
 
     def start(self, *more: str) -> Life:
-        """Start the run, with the command in the last line that the previous life printed."""
+        """Start the run with the value of run.resume that the last line of the previous life gave."""
         words = [f"run.resume={self.resume}"] if self.resume else []
         words += more or ["run.steps=100000"]
         self.num_lives += 1
@@ -195,7 +195,7 @@ class Trial:
             time.sleep(0.5)
 
     def ended(self, limit_s: float, says: str, *, status: int | None = None) -> str:
-        """Wait for the end of this life, and return its last line, by which the next one continues."""
+        """Wait for the end of this life, and return its last line, which says how the next life resumes."""
         assert self.life is not None
         life, self.life = self.life, None
         try:
@@ -242,7 +242,7 @@ class Trial:
         return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
 
     def no_files_left(self, before: set[str]) -> None:
-        """Check that a run that ended well, and those before it, left no files except torchrun's folders in `before`."""
+        """Check that after a good end no files are left of this life and earlier ones, except torchrun's folders in `before`."""
         weights = [folder.name for folder in Path("/dev/shm").glob("marsrl-weights-*")]
         if left := [name for name in weights if int(name.split("-")[2]) in self.pids]:
             raise Loss(f"in /dev/shm: {', '.join(left)}")

@@ -37,15 +37,15 @@ class Report:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    num_hmma: int  # tensor-core instructions of sm_80; on sm_90 for small tiles or float32
+    num_hmma: int  # tensor-core instructions of sm_80; sm_90 uses them for small tiles or float32
     num_hgmma: int  # warpgroup tensor-core instructions of sm_90
     num_wide_loads: int  # loads of 128 bits per thread from global memory
     num_wide_stores: int
     narrow_products: tuple[tuple[str, str], ...]  # pairs of variables that are multiplied in 32 bits
 
 
-# Products that may be computed in 32 bits: {kernel: name of one factor}. They count programs, or elements of a chunk's tables,
-# which have 4 numbers for each of at most 16384 rows and some pieces of the vocabulary.
+# Products that may be computed in 32 bits: {kernel: names of one factor}. These products number programs, or elements of a
+# chunk's tables, which have 4 numbers for each piece of the vocabulary and each of at most 16384 rows.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
@@ -62,7 +62,7 @@ PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTIO
 
 
 def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return tensors of any size that need no device and no memory."""
+    """Return a tensor of any size that needs no device and no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -72,7 +72,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 @contextmanager
 def compiled_launches(target: int) -> Iterator[list[Report]]:
-    """Compile launches inside the block for the target instead of running them; yield the list of their reports."""
+    """Inside the block, compile launched kernels for the target instead of running them; yield the list of their reports."""
     reports: list[Report] = []
     run = JITFunction.run
 
@@ -108,8 +108,8 @@ def read_report(compiled: CompiledKernel, target: int) -> Report:
 def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
     """Return the names of each pair of numbers that a kernel multiplies in 32 bits.
 
-    Such a product may overflow: a row times the row stride exceeds 2^31. Pairs with a number made only of constants and ranges
-    are left out.
+    Such a product may overflow: a row's index times the row stride can exceed 2^31. Pairs with a
+    number made only of constants and ranges are left out.
     """
     values = {}
     for line in intermediate.splitlines():
@@ -143,7 +143,7 @@ def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
 @contextmanager
 def compile_well(target: int, kernels: list[str], *, is_wide: bool = False) -> Iterator[list[Report]]:
     """Check that exactly these kernels are launched in the block. Each must fit the GPU, use its tensor cores where expected, and
-    address more than 2^31 elements. is_wide: with loads and stores of 128 bits.
+    address more than 2^31 elements. is_wide: each must also load and store 128 bits at a time.
     """
     with compiled_launches(target) as reports:
         yield reports
@@ -169,7 +169,7 @@ def disassembled(cubin: bytes) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        # Without the analysis of branch targets, which takes a quarter of the time.
+        # -ndf skips the analysis of branch targets, which takes a quarter of the time.
         return _output_of("cuobjdump", "-res-usage", path), _output_of("nvdisasm", "-c", "-ndf", path)
 
 
@@ -178,7 +178,7 @@ def _output_of(tool: str, *arguments: Any) -> str:
 
 
 class _AbsentDevice:
-    """The part of a driver that a launch needs before it runs. Counts as device `target`, so caches stay apart."""
+    """The part of a GPU's driver that a launch needs before it runs. Its device number is `target`, so caches stay separate."""
 
     def __init__(self, target: int) -> None:
         self.target = target

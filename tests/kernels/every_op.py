@@ -1,4 +1,4 @@
-"""A small call of every op, forward and backward, and a batch without tokens for ops with a gradient."""
+"""A small call of every op, for its forward and backward pass, which can be cut to a batch without tokens."""
 
 import os
 import re
@@ -17,7 +17,7 @@ WITHOUT_TIERS = ("pack", "kept_rows")
 
 
 def force(monkeypatch: pytest.MonkeyPatch, name: str, tier: str) -> None:
-    """Serve this call's op by that implementation."""
+    """Make the implementation `tier` serve the op of the call `name`."""
     if _op(name) not in WITHOUT_TIERS:
         monkeypatch.setenv("MARSRL_KERNELS", f"{_op(name)}={tier}")
 
@@ -32,7 +32,7 @@ _EXPLAINED = {each.op: each for each in explain()}
 
 
 def that_run_here(name: str) -> list[str]:
-    """Return the implementations available here: only Triton's if it is interpreted, otherwise the others."""
+    """Return the implementations that run here: only Triton's if Triton is interpreted, otherwise all others."""
     if _op(name) in WITHOUT_TIERS:
         return [] if IS_INTERPRETED else ["reference"]
     found = _EXPLAINED[_op(name)]
@@ -48,7 +48,7 @@ WITH_GRADIENTS = [(name, tier) for name, tier in TIERS if CALLS[name].leaves and
 
 
 def resized(tensors: Tensors, num_tokens: int) -> Tensors:
-    """Return the call with this many of its tokens, in order. The last sequence and the last expert get the remainder."""
+    """Return the call's tensors cut to their first num_tokens tokens. The last sequence and the last expert get the remainder."""
     found = dict(tensors)
     for which, values in tensors.items():
         if which.startswith("cu_seqlens"):

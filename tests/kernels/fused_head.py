@@ -39,13 +39,13 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLo
 
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the buffer on the CPU hold this many rows of logits, of any length."""
+    """Limit the buffer on the CPU to this many rows of logits, of any length."""
     for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 
 def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
-    """Let a device compute logits in chunks of this many rows, and keep gradients of two chunks until the backward GEMMs."""
+    """Make a device compute logits in chunks of this many rows, and keep the gradients of two chunks for the backward GEMMs."""
     row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
     patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
     patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
@@ -158,8 +158,8 @@ def assert_policy_losses_close(
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # largest term, within a small factor
     losses = [result.loss.detach() for result in (found, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
-    # kl is computed from log-probs, and these from a sum of exponentials of at least 1, so it is rounded like a number of that
-    # size.
+    # kl is computed from log-probs, and a log-prob from a sum of exponentials that is at least 1, so kl is rounded like a number
+    # of at least that size.
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)

@@ -1,4 +1,4 @@
-"""Outputs and gradients of an op, judged against its definition in float64."""
+"""Check the outputs and gradients of an op against its definition in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
-Function = Callable[..., Any]  # from tensors that have a gradient to one or several tensors
+Function = Callable[..., Any]  # its arguments are the leaves; it returns one tensor or several
 
 
 def run(
@@ -41,8 +41,8 @@ def judge(
     """Check outputs and gradients of `ours` by assert_accurate, and return them.
 
     names: names of the outputs, then of the leaves' gradients. terms, scales, apart: arguments of assert_accurate, in the order
-    of names; terms is needed for products by a library. plain: the function without a kernel; None: the definition at the leaves'
-    dtypes. repeats: also check that a second run gives the same bits.
+    of names; terms is needed if a library computes matrix products. plain: the function without a kernel; None: the definition
+    at the leaves' dtypes. repeats: also check that a second run gives the same bits.
     """
     num = len(names)
     found, upstream = run(ours, leaves, upstream)

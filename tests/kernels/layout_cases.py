@@ -82,7 +82,7 @@ LAYOUTS = {each.__name__: each for each in (transposed, strided, expanded, offse
 
 @dataclass(frozen=True)
 class Taken:
-    """Op and arguments. run: calls the op on tensors by name. tensors: makes these. leaves: tensors that get a gradient."""
+    """An op and its arguments. run: calls the op on named tensors. tensors: creates them. leaves: those that get a gradient."""
 
     run: Callable[[Tensors], list[Tensor]]
     tensors: Callable[[], Tensors]
@@ -193,7 +193,7 @@ HEADS = {
         ("linear_policy_loss with main_grad", OBJECTIVES[""], {"has_main_grad": True}),
     )
 }
-# These calls read hardly any tensors that the others do not, so most layouts leave them out.
+# These calls read hardly any tensors that other calls do not read, so most tests of layouts leave them out.
 MORE = {
     f"linear_policy_loss without support{which}, bfloat16": _head(BF16, objective, has_support=False)
     for which, objective in OBJECTIVES.items()
@@ -307,7 +307,7 @@ UPSTREAM = "the incoming gradient"
 
 
 def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    """Return outputs, gradients, and main_grad. upstream: layout of the incoming gradients."""
+    """Return outputs, gradients, and main_grad. upstream: function that lays out the gradients of the outputs."""
     leaves = {name: tensors[name].detach().requires_grad_() for name in op.leaves}
     outputs = op.run({**tensors, **leaves})
     if leaves:

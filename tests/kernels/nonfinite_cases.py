@@ -1,4 +1,4 @@
-"""Non-finite numbers: in a row of logits, and in each input of the policy objective at each place.
+"""Non-finite numbers in a row of logits, and in each input of the policy objective at each kind of token (PLACES).
 
 Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_every_op.py (Triton).
 """
@@ -174,7 +174,7 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
 
 
 def judge(chosen: list[Spot], found: PolicyLoss) -> None:
-    """Check that a read spot makes its agent's loss and its own coefficient non-finite, and any other adds 0 to them."""
+    """Check that a spot that is read makes its agent's loss and its own coefficient non-finite, and that others add 0 to them."""
     losses, coefficient = found.agent_sums["loss"], found.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all()
     for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):
@@ -185,7 +185,7 @@ def judge(chosen: list[Spot], found: PolicyLoss) -> None:
 
 
 def check_given_logprobs(setting: str, implementation: str, device: str = "cpu") -> None:
-    """Check policy_loss, forward and backward: with all spots, and only with those that are not read."""
+    """Check policy_loss, forward and backward, with all spots, and with only the spots that are not read."""
     objective, has_old = SETTINGS[setting]
     everywhere = [
         Spot(name, place, value, is_read)

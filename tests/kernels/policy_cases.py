@@ -49,7 +49,7 @@ WEIGHTED = ("cispo", "sequence mask", "strong gate", "k3, entropy bonus, tis")
 
 
 def policy_case(num_tokens: int = 60, name: str = "") -> tuple[dict[str, Any], Tensor]:
-    """Return (arguments of policy_loss, log-probs [T]); one sequence is empty, and agent 1 is absent. name: of OBJECTIVES."""
+    """Return (arguments of policy_loss, log-probs [T]); one sequence is empty, agent 1 is absent. name: key of OBJECTIVES."""
     cuts = torch.randint(0, num_tokens + 1, (4,)).sort().values.tolist()
     logprobs = -torch.rand(num_tokens) * 3
 

@@ -50,7 +50,7 @@ def test_each_row_sees_its_own_keys(heads, dtype, implementation):
 def test_what_stands_behind_a_length_does_not_count(implementation):
     q, cache = torch.randn(3, 4, 16), torch.randn(3, 200, 2, 16)
     lengths, changed = torch.tensor([200, 70, 1]), cache.clone()
-    # These two implementations multiply padding by 0, so it must be finite.
+    # The implementations torch and reference multiply padding by 0, so their padding must be finite.
     changed[1, 70:] = 1e4 if implementation in ("torch", "reference") else torch.nan
     assert torch.equal(attention_decode(q, cache, cache, lengths), attention_decode(q, changed, changed, lengths))
 

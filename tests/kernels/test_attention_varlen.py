@@ -16,16 +16,16 @@ from marsrl.kernels.attention_varlen import _OP, cpu
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 from marsrl.kernels.dispatch import Explanation
 
-# One segment; equal ones (no padding); one bucket with padding; three buckets with empty segments.
+# One segment; equal segments (no padding); one bucket with padding; three buckets, and empty segments.
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
 DTYPES, SCALES = [torch.float32, torch.bfloat16], [-0.7, -1e-3, 0.0, 3.0]
 if IS_INTERPRETED:
-    # Several tiles of queries and keys; an empty sequence; one shorter than a tile; one that ends at a tile's end.
+    # Several tiles of queries and keys; sequences that are empty, shorter than a tile, and end at a tile's end.
     LENGTHS, DTYPES, SCALES = [[17], [11, 0, 3, 8]], [*DTYPES, torch.float16], [-0.7, 0.0]
 
 
 def choice(device: str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False) -> Explanation:
-    """Return the implementation that serves such packed attention on this machine, and the reasons against the others."""
+    """Return which implementation serves packed attention with these properties on this machine, and why others do not."""
     q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, head_size))
     return _OP.explain(lambda each: each.machine_lacks() or each.why_not(q, deterministic))
 
@@ -74,7 +74,7 @@ def test_causal_self_attention(lengths, dtype, implementation):
     compare(lengths, dtype=dtype, head_size=16)
 
 
-# Groups of heads; every key visible; queries at the end of longer keys see the prefix.
+# Groups of heads; every key is visible; queries are the end of longer keys, and see the prefix.
 @pytest.mark.parametrize(
     "lengths, lengths_k, words",
     [

@@ -1,4 +1,4 @@
-"""Every op on each CPU implementation: layouts, defaults of the process, non-finite numbers, refusals.
+"""Every op in each CPU implementation: memory layouts, defaults of the process, non-finite numbers, refused arguments.
 
 interpreter/test_every_op.py runs most of these tests for Triton's implementations.
 """
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ["triton"] if IS_INTERPRETED else ["cpu", "reference"]
 
 @pytest.fixture
 def served(name, tier, monkeypatch):
-    """Return the call's name, with its op served by that implementation."""
+    """Return the call's name; the implementation of the test's parameters serves its op."""
     force(monkeypatch, name, tier)
     return name
 
@@ -85,9 +85,7 @@ def test_a_frozen_input_changes_no_other_gradient(served):
 
 @pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[1] != "reference"])
 def test_training_works_after_evaluation_in_inference_mode(served, monkeypatch):
-    """Evaluation and training both write a process's caches, and tensors made in inference mode cannot be written outside of
-    it.
-    """
+    """Evaluation and training fill the same caches, and tensors created in inference mode cannot be written outside of it."""
     monkeypatch.setattr(host_memory._kept, "buffer", None, raising=False)
     padded_by_length.cache_clear()
     with torch.inference_mode():

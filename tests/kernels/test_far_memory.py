@@ -1,5 +1,5 @@
-"""Elements beyond 2^31 are reached on the CPU: tensors spread that far, compared with contiguous ones, and a head with as many
-logits.
+"""Kernels on the CPU reach elements beyond 2^31: tensors whose elements lie so far apart give the results of contiguous tensors,
+and a head has more than 2^31 logits.
 """
 
 from functools import partial

@@ -14,7 +14,7 @@ from test_grouped_linear import compare as compare_grouped_linear
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
 
-# Arguments of each release. Those of the locked version 4 are compared with its wheel in tests/install/test_locks.py.
+# Arguments of each release's function. tests/install/test_locks.py compares those of the locked version 4 with its wheel.
 BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 SIGNATURES = {
     "flash2": f"q, k, v, {BOUNDS}, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=False",
@@ -51,7 +51,7 @@ def install(monkeypatch, tmp_path):
 
 
 def as_ours(run):
-    """Return a function with attention_varlen's arguments from an implementation."""
+    """Return a function that calls an implementation with the arguments of attention_varlen."""
 
     def attention(q, k, v, cu_seqlens, *, cu_seqlens_k, causal, scale, **options):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -73,7 +73,7 @@ def test_flash_attn_is_called_as_ours(name, deterministic, install):
         asked.append(given["deterministic"])
         bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
         assert all(each.dtype == torch.int32 for each in bounds)
-        # Tokens of the longest sequence, not of the batch; the host counts them.
+        # The longest sequence's number of tokens, not the batch's; computed on the host.
         assert given["max_seqlen_q"] == given["max_seqlen_k"] == 5
         out = attention_varlen_reference(
             given["q"], given["k"], given["v"], *bounds, given["softmax_scale"], given["causal"]

@@ -57,7 +57,7 @@ def test_std_none_leaves_the_whole_session_out_of_its_mean():
     assert advantage([1, 0, 0.5], [0] * 3, session_of=[0, 0, 1], std="none") == [0.5, -0.5, 0]  # equal means
 
 
-# One instance: agent 0 has rewards 1, 0; agent 1 has 4, 2, 0. Together: mean 1.4, variance 2.24.
+# One instance of a problem: agent 0 has the rewards 1, 0, agent 1 has 4, 2, 0. Of all five, the mean is 1.4, the variance 2.24.
 @pytest.mark.parametrize(
     "normalise, means, stds",
     [
@@ -74,7 +74,8 @@ def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
 
 
 def test_a_session_counts_as_one_reward_the_mean_of_its_own():
-    # Means 1, 0 and 1/2, in any order of their samples. Missing rewards are left out, and so is a session without any.
+    # The sessions' means are 1, 0 and 1/2; samples may be in any order. Missing rewards are left out, and so is a session without
+    # rewards.
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
     expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
     found = advantage(rewards, [0] * 8, session_of=sessions)

@@ -28,8 +28,8 @@ def compare(counts, num_in, num_out, dtype, *, given, device="cpu", function=gro
 
 
 def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=grouped_linear):
-    """Compare two backwards into one main_grad, with weights [E, 2, num_out / 2, num_in]: dW, dX, and what Megatron's hooks
-    see.
+    """Compare two backward passes into one main_grad, with weights [E, 2, num_out / 2, num_in]: dW, dX, and what Megatron's
+    hooks see.
     """
     x, upstream = (torch.randn(sum(counts), size, device=device).to(dtype) for size in (num_in, num_out))
     weights = torch.randn(len(counts), 2, num_out // 2, num_in, device=device).to(dtype).requires_grad_()
@@ -63,7 +63,7 @@ def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=
 
 
 def by_grouped_mm(x, weights, counts, *, main_grad=None):
-    """Serve grouped_linear with "torch", on any device."""
+    """Compute grouped_linear with the implementation "torch", on any device."""
     buffer = None if main_grad is None else MainGrad(weights, main_grad.flatten(1, -2))
     given = TorchGroupedLinear(), x, weights.flatten(1, -2), torch.as_tensor(counts), buffer
     return Gradient("grouped_linear", num_tensors=3).node.apply(*given)

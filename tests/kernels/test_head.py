@@ -1,6 +1,6 @@
-"""The fused heads in csrc/cpu; also in interpreter/test_head_interpreted.py and test_head_on_gpu.py.
+"""The fused heads in csrc/cpu; interpreter/test_head_interpreted.py and test_head_on_gpu.py use these tests too.
 
-csrc/cpu computes dz of float32 models in place of the logits, and bfloat16 models tile by tile.
+For float32 models, csrc/cpu overwrites the logits with their gradient dz; for bfloat16 models, it computes tile by tile.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ PLAIN = PolicyObjective(mpt_probability=None)
 @dataclass(frozen=True)
 class Tier:
     """An implementation, by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary for every test. chunks: function
-    that limits the head to this many rows of that vocabulary at a time.
+    (rows, monkeypatch, vocabulary) that limits the head to `rows` rows of logits at a time.
     """
 
     implementation: str
@@ -86,8 +86,8 @@ def test_shapes(tier):
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, tier, monkeypatch):
-    """Uses exact logits: a library rounds products of one row differently from those of many, and a sequence's ratio contains
-    that rounding error.
+    """Uses logits that are exact: a library rounds the product of one row differently from the product of many rows, and a
+    sequence's ratio would contain the rounding error.
     """
     tier.chunks(rows, monkeypatch, tier.case[2])
     case = with_exact_logits(head_case(*tier.case))
@@ -117,7 +117,7 @@ def test_temperature_and_padded_vocabulary(temperature, tier):
     assert (found[3][100:] == 0).all()
 
 
-# One column; less than a block of csrc/cpu; several with an odd remainder (64 columns a block when interpreted).
+# One column; less than one block of csrc/cpu; several blocks and an odd remainder (a block has 64 columns when interpreted).
 @pytest.mark.parametrize("columns", [1, 131, 331 if IS_INTERPRETED else 1283])
 def test_rows_that_are_hard_for_a_softmax(columns, tier):
     z, targets = hard_rows(columns)
@@ -202,8 +202,8 @@ def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
 
 
 def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
-    """Return logits [9, columns] and targets: ordinary, large, peaked at the first and last column, flat, one column of
-    probability zero, a maximum that rises in every block, falls, and comes at once.
+    """Return logits [9, columns] and targets. The rows: ordinary; large; peaks at the first and at the last column; flat; a
+    column of probability zero; a maximum that rises in every block; one that falls; one that jumps.
     """
     z = torch.randn(9, columns)
     z[1] *= 100
@@ -214,7 +214,7 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
         z[5, columns // 2] = -1e30
     z[6] += torch.arange(columns) * 0.02  # rises by 10 per block
     z[7] = z[6].flip(0)
-    z[8, columns // 3] = 300.0  # the earlier sums vanish beside it
+    z[8, columns // 3] = 300.0  # this logit makes the earlier sums vanish
     return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
 
 

@@ -78,7 +78,7 @@ def test_only_values_read_by_trained_tokens_spoil_the_loss(setting):
 
 
 def large(**changes):
-    """Three chunks of rows and two backward GEMMs, all on the device."""
+    """Return a batch that needs three chunks of rows and two backward GEMMs, all on the device."""
     num_tokens = 2000
     hidden = torch.randn(num_tokens, 256, device="cuda", dtype=BF16, requires_grad=True)
     weight = (torch.randn(151936, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
@@ -142,7 +142,7 @@ def test_extra_memory_at_65536_tokens_is_dw_and_the_two_buffers():
             main_grad=main_grad,
         ).loss
 
-    step(128).backward()  # cuBLAS keeps its workspace from now on
+    step(128).backward()  # this call makes cuBLAS allocate its workspace, which it keeps
     hidden.grad = None
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -23,10 +23,7 @@ PLAIN = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp
 
 
 def exact() -> tuple[float, Tensor]:
-    """Return KL(policy
-
-    reference) and its gradient with respect to the logits [8].
-    """
+    """Return the KL divergence of the policy from the reference, and its gradient with respect to the logits [8]."""
     logits = POLICY.clone().requires_grad_()
     logp = logits.log_softmax(-1)
     divergence = (logp.exp() * (logp - REFERENCE.log_softmax(-1))).sum()
@@ -79,8 +76,8 @@ def test_the_cases_are_of_every_estimate() -> None:
 @pytest.mark.parametrize("drawn_by", DRAWN)
 @pytest.mark.parametrize("kl", ESTIMATES)
 def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str, implementation: str) -> None:
-    """This holds for any old policy of the ratio: none (pois, first update), another one (later updates, recompute), or the
-    sampling policy (sais).
+    """The gradient is exact for every old policy in the ratio: none (pois, first update), another policy (later updates,
+    recompute), or the sampling policy (sais).
     """
     for old in (None, REFERENCE, DRAWN[drawn_by]):
         objective = PolicyObjective(kl=kl, kl_coef=1.0, kind=kind)  # type: ignore[arg-type]

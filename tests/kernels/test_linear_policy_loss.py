@@ -23,10 +23,10 @@ from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monkeypatch):
-    """Test both kinds of matrix product, whichever this CPU prefers. Statistics are float32 and bitwise equal."""
+    """Test bfloat16 and float32 matrix products; a CPU normally uses one kind. Statistics are float32 and bitwise equal."""
     chunks_of(rows, monkeypatch)
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
-    case = head_case(vocab=160)  # a multiple of 32: otherwise it uses float32 products
+    case = head_case(vocab=160)  # a multiple of 32, because other sizes always use float32 products
     arguments = arguments_for(case, name)
     found = []
     for each in (True, False):
@@ -68,7 +68,7 @@ def test_main_grad_gets_dw_once_under_activation_checkpointing(before, behind, u
 
 @pytest.fixture(params=["high", "medium"])
 def narrow(request):
-    """Let float32 products round their operands, to TF32 or bfloat16, as a process can request."""
+    """Make PyTorch round the operands of float32 products to TF32 or bfloat16, as a user may set."""
     torch.set_float32_matmul_precision(request.param)
     yield
     torch.set_float32_matmul_precision("highest")

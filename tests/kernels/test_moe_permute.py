@@ -10,7 +10,7 @@ from marsrl.kernels.moe_permute.reference import moe_permute_reference, moe_unpe
 
 
 def random_map(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu") -> Tensor:
-    """Return [T, E] bool with this many experts per token. The first expert gets no token if the others suffice."""
+    """Return a random map [T, E] bool with top_k experts per token. If E exceeds top_k, the first expert has no tokens."""
     scores = torch.rand(num_tokens, num_experts, device=device)
     if num_experts > top_k:
         scores[:, 0] = -1
@@ -18,7 +18,7 @@ def random_map(num_tokens: int, num_experts: int, top_k: int, device: str = "cpu
 
 
 def ragged_map(device: str = "cpu") -> Tensor:
-    """Return tokens with any number of experts, as on a rank that holds some of them; the first and last token have none."""
+    """Return a map in which tokens have 0 to 5 experts, as on a rank that holds some experts; the first and last have none."""
     counts = (0, 3, 1, 0, 2, 5, 0)
     return torch.tensor([[expert < count for expert in range(5)] for count in counts], device=device)
 

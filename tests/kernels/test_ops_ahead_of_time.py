@@ -21,7 +21,7 @@ of = partial(floats, dtype=BF16)
 
 
 def both_ways(kernels, args, needs):
-    """Run forward and backward of an op whose leading arguments are the tensors."""
+    """Run an op's forward and backward passes. args: the op's arguments, tensors first."""
     found = kernels.forward(*args)
     kernels.backward(args, found, found[:1], needs)
 
@@ -54,7 +54,9 @@ def test_grouped_linear(target):
 
 
 def test_grouped_linear_with_main_grad(target):
-    """It also reads and writes a float32 tile, and on Hopper two programs fit the 65,536 registers of a multiprocessor."""
+    """With main_grad the kernel also reads and writes a float32 tile. On Hopper, two programs still fit into the 65,536
+    registers of a multiprocessor.
+    """
     weights = of(128, 1536, 2048)
     with compile_well(target, ["rows_times_matrices", "matrix_gradients"] * 2) as reports:
         for buffer in (None, MainGrad(weights, of(*weights.shape, dtype=FP32))):

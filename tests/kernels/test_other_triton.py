@@ -39,7 +39,7 @@ def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str, chosen: str) -
     }
     environment.pop(
         "TORCHDYNAMO_DISABLE", None
-    )  # set by our shim of Megatron, which other tests of this process import
+    )  # our replacement for parts of Megatron, which other tests of this process import, has set it
     words = [sys.executable, "-c", SCRIPT, other, f"tests/kernels/{tests}", "-q", "-k", chosen]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

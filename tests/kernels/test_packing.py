@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from marsrl.kernels import kept_rows, mpt_gate, pack
 
-# (for each sequence, which of its tokens are sampled; number of padding positions). Sequences may be empty, but there is at least
-# one, to which padding belongs.
+# For each sequence, which of its tokens are sampled. Sequences may be empty, but there is at least one, to which padding can
+# belong.
 FLAGS = st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(FLAGS, st.integers(0, 3))
 def test_a_position_predicts_the_next_token_of_its_sequence(flags, padding):
-    """Compare each position with a loop; NaN marks values that must not be read."""
+    """Compare each position with a result computed by a loop; values that must not be read are NaN."""
     sampled = [flag for each in flags for flag in each]
     token_ids = torch.randint(1, 1000, (len(sampled),), dtype=torch.int32)
     values = torch.rand(2, len(sampled)).masked_fill(~torch.tensor(sampled, dtype=torch.bool), math.nan)

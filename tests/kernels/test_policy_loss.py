@@ -15,8 +15,8 @@ E20 = math.exp(20)
 WIDE = {"correction_low": 0.0, "correction_high": 1e12}
 DUAL = PolicyObjective(dual_clip=3.0)
 K1 = PolicyObjective(kl="k1", kl_coef=0.5)
-# Clips, and log-ratios beyond LOG_RATIO_BOUND; the log-prob is always -1. name -> objective, advantage, inputs, (loss, slope,
-# clamped tokens)
+# Cases that clip, and log-ratios beyond LOG_RATIO_BOUND; the log-prob is always -1. name -> objective, advantage, inputs, (loss,
+# slope, number of clamped tokens)
 BY_HAND = {
     "ratio 1.1": (DUAL, 2.0, {"old": -1 - math.log(1.1)}, (-2.2, -2.2, 0)),
     "ratio 1.5 at 1.2": (DUAL, 2.0, {"old": -1 - math.log(1.5)}, (-2.4, 0, 0)),
@@ -116,7 +116,7 @@ def test_weights_scale_and_drops_remove_every_term_of_a_token():
     ("low", "high", "kept"), [(0.5, 2, [1] * 6), (0.75, 2, [1] * 4 + [0] * 2), (0.5, 1.4, [0] * 4 + [1] * 2)]
 )
 def test_a_sample_is_masked_by_the_geometric_mean_of_its_ratios(low, high, kept, implementation):
-    """(0.25 x 1.1 x 3 x 6)^(1/4) = 1.49 and (0.6 x 0.9)^(1/2) = 0.73"""
+    """The means of the two samples are (0.25 x 1.1 x 3 x 6)^(1/4) = 1.49 and (0.6 x 0.9)^(1/2) = 0.73."""
     drift = torch.tensor([0.25, 1.1, 3.0, 6.0, 0.6, 0.9])
     found = policy_loss(
         torch.full((6,), -1.0),

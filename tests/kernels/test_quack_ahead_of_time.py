@@ -1,4 +1,4 @@
-"""QuACK's product of the head, compiled for Hopper by CuTe DSL if QuACK is installed; no GPU is needed."""
+"""CuTe DSL compiles the matrix product that QuACK computes for the head for Hopper, if QuACK is installed; no GPU is needed."""
 
 import os
 import re
@@ -13,7 +13,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("quack") is None, reason="quack is not installed; constraints/cuda.txt has it"),
 ]
-# Compiles for 4,224 rows of Qwen3's head. The DSL needs a GPU only for the number of active clusters, which Hopper gives here.
+# Compiles the product for 4,224 rows of Qwen3's head. The DSL asks a GPU only for its number of active clusters, which the class
+# Hopper returns here.
 COMPILE = """
 import cutlass.utils, torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -42,7 +42,7 @@ def eager_norm(x, weight, *, eps=EPS, is_zero_centred=False, rotation=None):
 
 
 def eager_swiglu(products, weights=None):
-    """Compute in plain PyTorch, with each step rounded to its dtype."""
+    """Compute swiglu in plain PyTorch, which rounds the result of each step to its dtype."""
     gate, up = products.chunk(2, dim=-1)
     out = silu(gate) * up
     return (out if weights is None else out * weights.unsqueeze(-1)).to(products.dtype)
@@ -60,8 +60,8 @@ def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centr
 
 
 def compare_swiglu(shape, width, dtype, *, has_weights=True, scale=1.0, device="cpu"):
-    """Compare swiglu with the definition. shape: shape of the rows. scale: scale of the products; some rows' gates are far out on
-    either side."""
+    """Compare swiglu with the definition. shape: shape of the rows. scale: factor on the products; with a large one, some
+    gates are far from 0 on either side."""
     products = (torch.randn(*shape, 2 * width, device=device) * scale).to(dtype)
     upstream = torch.randn(*shape, width, device=device).to(dtype)
     inputs = [products, torch.rand(*shape, device=device)] if has_weights else [products]
@@ -72,7 +72,7 @@ def compare_swiglu(shape, width, dtype, *, has_weights=True, scale=1.0, device="
 
 
 def compare(shape, width, dtype, device="cpu"):
-    """Compare both ops in every form."""
+    """Compare rms_norm and swiglu with their definitions, in every form."""
     compare_norm(shape, width, dtype, device=device)
     compare_norm(shape, width, dtype, step=3, is_zero_centred=True, scale=30.0, device=device)
     for step in (1, 3) if width % 2 == 0 else ():

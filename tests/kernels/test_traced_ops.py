@@ -25,7 +25,7 @@ from marsrl.kernels import (
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet():
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables torch.compile in its process.
+    with torch._dynamo.config.patch(disable=False):  # our replacement for parts of Megatron disables it
         yield
 
 
@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_an_op_is_compiled_whole_with_eager_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses torch's own checks of the op and its backward, and one graph for all sizes."""
+    """torch's own checks accept the op and its backward, and one graph serves all sizes."""
     op, backend = CALLS[name], CompileCounterWithBackend("aot_eager")
     with Recorder() as recorder, monkeypatch.context() as traced:
         traced.setattr(torch.compiler, "is_compiling", lambda: True)

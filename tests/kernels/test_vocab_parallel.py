@@ -1,7 +1,6 @@
 """The fused head with a vocabulary sharded over gloo processes, compared with the head in one process; also in interpreter/.
 
-This file is also the script of the processes: `python test_vocab_parallel.py WORLD FOLDER` imports what they need, and forks
-WORLD ranks.
+This file is also a script: `python test_vocab_parallel.py WORLD FOLDER` imports what the ranks need, and forks WORLD ranks.
 """
 
 import os
@@ -34,7 +33,8 @@ TOKENS, CHUNK, WORLDS = 30, 8, [2, pytest.param(4, marks=pytest.mark.slow)]  # C
 if IS_INTERPRETED:
     TOKENS, CHUNK, WORLDS = 6, 3, [2]
 SIZE, VOCAB = 12, 80
-# 71: padding in the last shard; 40: half of the shards are only padding; a support that most shards have no part of.
+# Vocabulary 71: the last shard has padding. Vocabulary 40: half of the shards are only padding. Support: most shards have no part
+# of it.
 CASES = {
     "single pass, 71": ("k3, entropy bonus, tis", 71),
     "recompute, 80": ("sequence ratio", 80),
@@ -45,7 +45,7 @@ NAMES = ("logprobs", "entropy", "dX", "dW", "loss", "coefficient", "dX of the lo
 
 
 def case_of(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """Return hidden, weight, targets and arguments, the same in every process; columns after the vocabulary's are padding."""
+    """Return hidden, weight, targets and arguments, equal in every process. Columns beyond the vocabulary are padding."""
     torch.manual_seed(1)
     objective, real = CASES[name]
     hidden, weight, targets = case = head_case(TOKENS, SIZE, real)
@@ -85,7 +85,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
         hidden, weight, targets, arguments = case_of(name)
         shard = weight[rank * width : (rank + 1) * width]
         found.append(results(hidden, shard, targets, arguments, group))
-        for index in (2, 6):  # dX is this shard's part
+        for index in (2, 6):  # each shard computes a part of dX
             dist.all_reduce(found[-1][index])
     with pytest.raises(ValueError, match=r"targets\[0\] is 80, expected 0..79"):
         linear_logprob(hidden, shard, targets * 0 + 80, tp_group=group)
@@ -102,7 +102,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def of_ranks(request, tmp_path_factory):
-    """Return (results of CASES, gate) of each rank. A script runs, because mp.spawn cannot import a test's file by name."""
+    """Return (results of CASES, gate) of each rank. They run as a script: mp.spawn cannot import a test file by name."""
     folder = tmp_path_factory.mktemp("ranks")
     chosen = {"MARSRL_KERNELS": "triton"} if IS_INTERPRETED else {}
     words = [sys.executable, __file__, str(request.param), str(folder)]

@@ -1,8 +1,8 @@
 """A job of two trainer ranks (gloo); the first has two engines, in their own threads. See test_direct_sync.
 
-The ranks publish the same weights through files, then directly in both ways, under every layout, and rank 0 records what the
-engines then hold. Engines are reset between two publishes. One engine's last publish is corrupted. Finally, weights of another
-directory are sent as changes only.
+Under every layout, the ranks publish the same weights through files, by nccl and by ipc, and rank 0 records what the engines then
+hold. Engines are reset between two publishes. The last publish to one engine is corrupted. Finally, only the changes to the
+weights of another directory are sent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def checksums(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class Halves:
-    """Two tensor-parallel shards without an engine: zeros of the shapes in their plans."""
+    """Two tensor-parallel shards without an engine: they receive into zeros of the shapes in their plans."""
 
     def __init__(self, num_kv_heads: int, spreads_experts: bool) -> None:
         shards = [EngineShard.of(part, 2, num_kv_heads, spreads_experts=spreads_experts) for part in range(2)]
@@ -147,7 +147,7 @@ class Publishing:
         syncs: dict[str, WeightSync] = {"shm": FileSync(checked, self.dtype)}
         syncs |= {kind: self.direct(checked, kind) for kind in KINDS}
         for kind, sync in syncs.items():
-            for version in [1] if kind == "shm" else [1, 2]:  # the second uses the same connection
+            for version in [1] if kind == "shm" else [1, 2]:  # version 2 uses the connection of version 1
                 for engine in self.engines:
                     engine.forget()
                 report = sync.publish(self.learner, version)
@@ -159,7 +159,7 @@ class Publishing:
                 said = self.spoiled(sync, 9, name)
                 if found:
                     found[kind]["spoiled"] = [name, said]
-            if kind != "nccl":  # Refused for engines on the trainer's GPUs.
+            if kind != "nccl":  # nccl is refused for engines on the trainer's GPUs
                 for engine in self.engines:
                     engine.forget()
                 self.learner.sleeps = True
@@ -216,7 +216,7 @@ class Publishing:
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
-    """Return the findings of Publishing in each case, on rank 0; also with engines in halves, in the case that asks for it."""
+    """Return the findings of Publishing in each case, on rank 0; cases whose name ends in `halves` also publish to Halves."""
     found: dict[str, Any] = {}
     for name, (model, layout, dtype, engine_dtype) in cases.items():
         publishing = Publishing(learner(model, layout=layout, dtype=dtype), engine_dtype)

@@ -34,7 +34,7 @@ def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: in
 
 
 def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
-    """Return statistics and weights of two steps, and the stand-ins' methods that they called."""
+    """Return statistics and weights of two steps, and which methods of the stand-ins the steps called."""
     settings = dict(settings)
     num_shared = settings.pop("num_shared", 0)
     own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
@@ -68,7 +68,7 @@ def overlapped(model: str, layout: dict[str, int], settings: dict[str, Any], dis
 
 
 def noted(forward: Any, order: list[str]) -> Any:
-    """Return the forward method of a layer's attention, noting the order of forward passes with a gradient and backward ones."""
+    """Return the forward method of a layer's attention; it records in `order` its passes with a gradient and backward passes."""
 
     def run(self: Any, *inputs: Any, **options: Any) -> Any:
         output = forward(self, *inputs, **options)

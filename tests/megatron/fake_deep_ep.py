@@ -1,4 +1,4 @@
-"""DeepEP's and HybridEP's interface over gloo, as far as megatron-core uses it: real exchanges between ranks, in any float dtype.
+"""The part of DeepEP's and HybridEP's interface that megatron-core uses, over gloo: ranks exchange rows of any float dtype.
 
 A token is sent once to each rank that has one of its experts, and the ranks' results are summed in float32.
 
@@ -25,7 +25,8 @@ CALLS: list[str] = []
 class Sent:
     """Exchange of one micro-batch.
 
-    tokens: [S] of this rank, by the rank that receives them. sent, received: numbers of rows by rank. num_tokens: this rank's.
+    tokens: [S], this rank's tokens in the order of the receiving ranks. sent, received: number of rows by rank.
+    num_tokens: number of this rank's tokens.
     """
 
     group: Any
@@ -165,7 +166,7 @@ class HybridEPBuffer:
 
 
 def install() -> None:
-    """Let megatron find this module as deep_ep, also where it has looked already."""
+    """Make megatron find this module as deep_ep, also in its modules that have looked for it before."""
     package, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer  # type: ignore[attr-defined]
     utils.EventHandle = utils.EventOverlap = Event  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""A job of two gloo ranks: under every layout the same two steps, a checkpoint, and a third step; also two steps of two updates
-each.
+"""A job of two gloo ranks: under every layout it trains the same two steps, saves a checkpoint, and trains a third step; it also
+trains two steps of two updates each.
 
 Then every checkpoint is resumed under the layouts named for it. Two adapters on one base also train together, are saved and
 resumed. See test_layouts.
@@ -48,7 +48,7 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
-    """Return four batches on one data-parallel rank, or one of twice the size on each of two ranks.
+    """Return four batches for a single data-parallel rank, or, for each of two, one batch of twice the size.
 
     No sequence's length is a multiple of the number that the layout requires.
     """
@@ -205,7 +205,7 @@ def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
 
 
 def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, folder: Path) -> dict[str, Any]:
-    """Train two steps of both, save checkpoints, and train a third step."""
+    """Train two steps of both adapters, save checkpoints, and train a third step."""
     learners = adapted(model, kind, layout, recompute)
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
     found: dict[str, Any] = {"numbers": train_together(learners, range(2))}

@@ -55,10 +55,12 @@ def own_groups() -> Iterator[None]:
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **changes: object) -> Path:
-    """Write a random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied, scaled
-    rotary frequencies: one unchanged, two in between, five stretched), mistral (untied, head sizes not given).
+    """Write the directory of a random model.
+
+    Kinds: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied; scaling leaves one rotary frequency,
+    stretches five, and changes two by less), mistral (untied, no head size in its config).
     """
-    # Imported here: takes seconds, which ranks that only read batches save.
+    # Imported late: it takes seconds, which ranks that only read batches save.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -78,7 +80,7 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = 
 
 
 def random_adapter(shape: ModelShape, adapter: AdapterConfig, seed: int = 0) -> dict[str, Tensor]:
-    """Return A and B, both normal."""
+    """Return normally distributed tensors A and B of each adapted matrix."""
     generator = torch.Generator().manual_seed(seed)
     return {n: 0.1 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
 
@@ -92,7 +94,7 @@ def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 
 
 
 def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
-    """Return random samples with an advantage, some tool tokens, a rollout's log-probs, and every third one positive.
+    """Return random samples with advantages, some tokens of tools, and the rollout's log-probs. Every third sample is positive.
 
     multiple: every length is a multiple of it, so that no rank pads (replayed experts of padding are counted).
     """
@@ -120,7 +122,7 @@ def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1
 
 
 def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Return the samples with every token but the last forced to two random experts of four in both layers."""
+    """Return the samples with two random experts of four recorded in both layers for every token but the last."""
     rng = np.random.default_rng(3)
     chosen = [rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for s in samples]
     return [replace(s, routed_experts=experts) for s, experts in zip(samples, chosen, strict=True)]
@@ -131,7 +133,7 @@ def micro_batches(samples: list[TrainSequence], cuts: int, *, align: int = 1) ->
 
 
 def averaged(samples: list[TrainSequence], average: Average) -> MiniBatch:
-    """Return them as one update, each in its own group."""
+    """Return the samples as one update, each in a group of its own."""
     groups = []
     for s in samples:
         nothing = (s.rollout_logprobs, (), Finish.STOP)
@@ -153,7 +155,7 @@ def learner(
     mpt: MptConfig | None = None,
     **settings: Any,
 ) -> Learner:
-    """Build a learner of two agents. settings: old_policy, router_replay, reference_dir; the rest is its PolicyConfig's."""
+    """Build a learner of two agents. settings: names of OF_LEARNER; all others are fields of its PolicyConfig."""
     own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
     policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
     objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
@@ -174,7 +176,7 @@ def on_one_base(
 
 
 def step(policy: Learner, batches: Sequence[PackedBatch], normaliser: float | None = None, **options: Any) -> StepStats:
-    """Take a step of one update. normaliser: default: the trained tokens."""
+    """Take a step of one update. normaliser: by default the number of trained tokens."""
     tokens = float(sum(len(batch.trained_rows) for batch in batches)) if normaliser is None else normaliser
     return policy.train_step([Update(tuple(batches), tokens)], **options)
 
@@ -213,7 +215,7 @@ def scoring_model(folder: Path, adapter: Path | None = None) -> Any:
 
 
 def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
-    """Return (log-probs [N], entropy [N]) of the sampled tokens, by transformers on one sequence."""
+    """Return (log-probs [N], entropy [N]) of one sequence's sampled tokens, computed by transformers."""
     ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
     logits = model(ids[None]).logits[0].float() / sample.temperature
     rows = torch.arange(len(sample.prompt_ids) - 1, len(ids) - 1)[torch.from_numpy(sample.is_sampled)]
@@ -242,7 +244,7 @@ def plain_step(
     average: Average | None = None,
     reference: Path | None = None,
 ) -> Plain:
-    """Take the step with transformers' model by the definitions, one sequence at a time. objectives: one per agent."""
+    """Take the step with a model of transformers, as the definitions say, one sequence at a time. objectives: one per agent."""
     model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():

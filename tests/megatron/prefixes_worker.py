@@ -1,4 +1,4 @@
-"""A job of one or two gloo ranks: an update whose samples share prefixes, flat and with each prefix computed once, in float64.
+"""A job of one or two gloo ranks: a float64 update whose samples share prefixes, with each prefix computed once, and flat.
 
 Megatron's modules, this project's head, attention and adapters run as in training; only the optimizer is left out. See
 test_shared_prefixes.
@@ -48,7 +48,7 @@ def family(seed: int = 0) -> list[TrainSequence]:
     chats += [(len(prompt), prompt + drawn(int(rng.integers(4, 12)))) for _ in range(4)]
     trunk = system + drawn(14)
     chats += [(6, trunk + drawn(int(rng.integers(3, 9)))) for _ in range(3)]
-    chats += [(6, trunk[:10])]  # It ends where the others go on.
+    chats += [(6, trunk[:10])]  # This sample ends where the others continue.
     chats += [(8, trunk[:12] + drawn(5)), (4, trunk[:5] + drawn(7)), (4, drawn(11))]
     chats += [chats[0]]  # The same tokens, drawn twice.
     samples = []
@@ -75,7 +75,7 @@ def family(seed: int = 0) -> list[TrainSequence]:
 
 
 def recorded(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Return the samples with experts that depend on a token and its place alone but in one sample, and with kept tokens."""
+    """Return the samples with kept tokens, and with experts that depend only on a token and its place, except in one sample."""
 
     def experts(s: TrainSequence) -> ExpertArray:
         ids = np.concatenate([s.prompt_ids, s.token_ids])[:-1]
@@ -93,7 +93,7 @@ def recorded(samples: list[TrainSequence]) -> list[TrainSequence]:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Build models, buffers of gradients and messages between ranks in float64 in the body."""
+    """Inside the block, make models, gradient buffers and messages between ranks float64."""
     from marsrl.trainer.learner.megatron import shim
 
     shim.install()  # Must precede any import of megatron.
@@ -163,7 +163,7 @@ def in_float64() -> Iterator[None]:
 
 
 def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, Callable[[], None], Callable[[], dict[str, Any]]]:
-    """Return the passes of the case's policy, and functions that zero and read its gradients."""
+    """Return the Passes of the case's policy, a function that zeroes its gradients, and one that returns them."""
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.convert import Converter
     from marsrl.trainer.learner.megatron.model import build_model
@@ -256,7 +256,7 @@ def run(folder: str, case: dict[str, Any], prefixes: str, max_tokens: int) -> tu
 
 
 def compare(folder: str, case: dict[str, Any]) -> dict[str, float]:
-    """Return the differences of the trees from the flat batch, the largest of all ranks, and tokens computed by rank 0."""
+    """Return the largest differences between prefix trees and the flat batch, over all ranks, and rank 0's token counts."""
     with in_float64():
         flat, stats, num_flat = run(folder, case, "off", 64)
         tree, stats_of_tree, num_tree = run(folder, case, "on", case.get("max_tokens", 40))

@@ -1,5 +1,5 @@
-"""PEFT directories that training can start from: everything in one is used, or it is refused by the name of what would be left
-out. PEFT writes them, except for files that it cannot write.
+"""PEFT directories from which training can start: everything in one is used, or it is refused, and the error names what would be
+left out. PEFT writes the directories, except for files that it cannot write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made_by_peft(model: Path, folder: Path, **settings: Any) -> Any:
-    """Return the PEFT model whose directory this writes, with random A and B. Settings like "KasaConfig" name a class of PEFT."""
+    """Write an adapter's directory with random A and B; return its PEFT model. Settings like "KasaConfig" name PEFT's classes."""
     import peft  # imported late: it takes 3 s, which collecting these tests should not cost
     from peft.tuners.lora import config
 
@@ -164,7 +164,7 @@ def test_settings_that_change_no_value_are_started(settings: dict[str, Any], mod
 
 
 def test_every_setting_of_peft_is_known_or_refused(model: Path, tmp_path: Path) -> None:
-    """A new version of PEFT with a non-empty default needs a decision."""
+    """Fails if a new version of PEFT has a setting with a non-empty default that we neither use nor refuse."""
     import peft
 
     known = {*adapters._PLAIN, *adapters._BESIDE_TENSORS}
@@ -248,7 +248,7 @@ def words_of(folder: Path) -> list[str]:
 
 
 def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Checks the dry run, evaluation, sft, the learner and both engines."""
+    """The dry run, evaluation, sft, the learner and both engines refuse an adapter of which they would leave out a part."""
     words, model = words_of(tmp_path), tmp_path / "model"
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}

@@ -1,5 +1,5 @@
-"""Adapters on a frozen base, on one rank, compared with transformers' model with W + s B A in place of W: training, checkpoints,
-exports. Adapters of one base in shared micro-batches step as they do in separate ones.
+"""Training, checkpoints and exports of adapters on a frozen base, on one rank, compared with a model of transformers that has
+W + s B A in place of W. Adapters of one base train in shared micro-batches as they do in separate ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
 
 
 def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None = None) -> Tensor:
-    """Return log-probs of the sampled tokens, by transformers, and PEFT if there is an adapter."""
+    """Return the sampled tokens' log-probs, computed by transformers, and by PEFT if there is an adapter."""
     judge = tiny.scoring_model(model, adapter)
     with torch.no_grad():
         return torch.cat([tiny.hf_logprobs(judge, sample)[0] for sample in samples])
@@ -80,7 +80,7 @@ def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_
     tiny.save(policy, tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
     stored = {name for name in index["tensors"] if name.startswith("decoder.layers.")}
-    # Megatron's names, so that checkpoints of earlier versions are read.
+    # Tensors have Megatron's names, so that checkpoints of earlier versions can be read.
     states = {f"optimizer.state.{key}.{name}" for key in ("param", "exp_avg", "exp_avg_sq") for name in stored}
     assert all("lora_" in name for name in stored) and index["tensors"].keys() == stored | states
     export(tmp_path / "saved", tmp_path / "peft")
@@ -232,7 +232,7 @@ def update_of(samples: list[TrainSequence]) -> tuple[MiniBatch, ...]:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute: str, tmp_path: Path) -> None:
-    """Adapters of experts do not share micro-batches."""
+    """Adapters share micro-batches, except if they adapt experts."""
     model = tiny.save_model(kind, tmp_path / "model")
     shared, apart = two(model, kind, recompute=recompute), two(model, kind, recompute=recompute)
     uids = {s.uid for own in batch(0).values() for s in own}
@@ -265,7 +265,7 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_another_number_of_adapters_trains_each_as_before(kind: str, tmp_path: Path) -> None:
-    """One that is added, of a larger rank and with other targets, and one that is removed."""
+    """An adapter of a larger rank and with other targets is added, and an adapter is removed."""
     model = tiny.save_model(kind, tmp_path / "model")
     more = {"rank": 12, "alpha": 12, "targets": ["attention"]}
 

@@ -1,5 +1,5 @@
-"""The router's balancing loss is that of the whole update: its gradient equals plain float64 PyTorch's, however the update is
-split.
+"""The router's balancing loss is computed over the whole update: however the update is split, the gradient equals that of plain
+PyTorch in float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def samples_of_equal_worth() -> list[TrainSequence]:
 
 
 def plain(folder: Path, samples: list[TrainSequence]) -> tuple[dict[str, Tensor], list[float]]:
-    """Compute by definition in float64: gradients by name; [the loss without its coefficient, largest load, smallest load]."""
+    """Return, by the definition in float64, gradients by name and [loss without its coefficient, largest load, smallest load]."""
     model, inputs = tiny.scoring_model(folder).double(), dict[Any, list[Tensor]]()
     model.set_experts_implementation("eager")  # transformers' grouped experts do not support float64
     for layer in model.model.layers:

@@ -1,6 +1,7 @@
-"""Checkpoints with real weights: loaded completely or refused by the damaged file's name; a full disk leaves the last one intact.
+"""Checkpoints with real weights: they are loaded completely, or an error names the damaged file; if the disk is full, the last
+checkpoint stays intact.
 
-Which checkpoint is resumed, kept or removed: tests/trainer/test_checkpoint.py.
+tests/trainer/test_checkpoint.py tests which checkpoint is resumed, kept or removed.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def test_failed_writes_are_reported_and_keep_the_last_checkpoint(trained: Traine
         save(saves, 3, policy)
         saves.finish()  # an asynchronous save fails here
 
-    # The disk is full at rank 0's own files, at the policy's small files, or in the middle of the tensors.
+    # The disk becomes full at rank 0's own files, at the policy's small files, or in the middle of the tensors.
     for limit in (10, 2000, 100_000):
         with files_up_to(limit), pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
             attempt()

@@ -1,4 +1,4 @@
-"""An unusable Hugging Face directory is refused by name. Round trips of its tensors: test_export.py."""
+"""An unusable Hugging Face directory is refused, with its name. test_export.py tests that tensors are exported unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_config_json_may_not_say(kind: str, changes: dict[str, object], say
 def test_a_mistral_is_used_within_its_sliding_window(
     written: dict[str, object], positions: int, tmp_path: Path
 ) -> None:
-    """The default is 4096 if config.json does not say."""
+    """If config.json names no sliding window, it is 4096."""
     folder = edited(save_model("mistral", tmp_path / "m"), max_position_embeddings=8192)
     config = json.loads((folder / "config.json").read_text())
     del config["sliding_window"]

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
-    """The results of direct_worker: the folder of what halves held, and its findings in each case."""
+    """Run direct_worker; return the folder with the tensors that its Halves received, and its findings in each case."""
     folder = tmp_path_factory.mktemp("direct")
     # With 160, each rank's half of a matrix exceeds a bucket, in bfloat16 too.
     changes = {"qwen2": {"intermediate_size": 160}}

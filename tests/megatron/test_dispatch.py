@@ -1,4 +1,4 @@
-"""DeepEP and HybridEP, in stand-ins over gloo, train as the all-to-all does; where they are missing they are refused."""
+"""Stand-ins for DeepEP and HybridEP over gloo train as the all-to-all does; if the libraries are missing, they are refused."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=fake_deep_ep.Buffer))
     assert why_not_dispatcher("deepep", 8) is None
     assert "the 6 ranks of layout.expert x layout.expert_tensor (Unsu" in str(why_not_dispatcher("deepep", 6))
-    assert "no deep_ep.HybridEPBuffer: " in str(why_not_dispatcher("hybridep", 8))  # of another branch
+    assert "no deep_ep.HybridEPBuffer: " in str(why_not_dispatcher("hybridep", 8))  # a deep_ep of another branch
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
     for version, reason in {"0.16.1": "megatron-core 0.16.1 does not pad ranks", "0.19.2": "None"}.items():
         monkeypatch.setattr(layer_choice, "version", lambda name, version=version: version)

@@ -54,7 +54,7 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
 def test_export_returns_loaded_and_trained_weights_bit_for_bit(
     kind: str, dtype: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    """From the learner, and through its checkpoint; transformers computes the learner's log-probs with them."""
+    """Weights are exported from the learner and from its checkpoint; transformers computes the learner's log-probs with them."""
     source = save_model(kind, tmp_path / "in", **changes)
     policy, given = learner(source, dtype=dtype), load_file(source / "model.safetensors")
     untouched = weights(policy)

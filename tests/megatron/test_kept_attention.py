@@ -1,4 +1,4 @@
-"""Recompute full_but_attention: the bits of full recomputation, with one forward pass of attention and without q, k and v."""
+"""recompute=full_but_attention gives the bits of full recomputation, but computes attention once and keeps no q, k and v."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CU_SEQLENS = {"even": torch.tensor([0, 8, 16, 24]), "uneven": torch.tensor([0, 3
 
 
 def stepped(folder: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any) -> tuple[dict[str, Tensor], int]:
-    """Gradient norms and weights of two steps, and the number of calls of attention."""
+    """Take two steps; return gradient norms and weights, and how often attention was called."""
     shim.install()
     from marsrl.trainer.learner.megatron import attention
 
@@ -60,7 +60,7 @@ def test_scoring_keeps_no_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Flash(torch.autograd.Function):
-    """Saves what flash-attn does: q, k, v, the output and the log-sum-exp."""
+    """Saves what flash-attn saves for its backward pass: q, k, v, the output and the log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

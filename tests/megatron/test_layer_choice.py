@@ -1,4 +1,4 @@
-"""The choice of layers and fused operations; a model of TransformerEngine's layers, with stand-ins, on a CPU."""
+"""The choice of layers and fused operations, and a model of TransformerEngine's layers, for which others stand in on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from marsrl.trainer.learner.megatron.layer_choice import LayerChoice, choose_fus
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Stand-in module transformer_engine whose pytorch.fp8 has these names, and a machine with a GPU."""
+    """Install a stand-in for transformer_engine whose pytorch.fp8 has these names, and simulate a machine with a GPU."""
     modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
     fp8 = modules["transformer_engine.pytorch.fp8"] = ModuleType("transformer_engine.pytorch.fp8")
     for name in names:
@@ -59,7 +59,7 @@ def test_transformer_engine_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPat
 def test_transformer_engine_layers_give_equal_log_probs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron's own layers and our norm replace TransformerEngine's under its names; the wiring is real."""
+    """Megatron's own layers and our norm stand in for TransformerEngine's classes; the code that connects them is real."""
     folder, batch = save_model(kind, tmp_path / "m"), pack(sequences(3))
     ours = learner(folder)
     names, (expected,) = [name for name, _ in ours.model.named_parameters()], ours.score([batch])

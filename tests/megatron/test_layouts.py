@@ -1,4 +1,4 @@
-"""Which layouts fit; every layout trains the same model and resumes another layout's checkpoint. Two gloo ranks."""
+"""Layouts: which ones fit a model; every layout trains the same model and resumes another's checkpoint. Two gloo ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESUMED = {
         ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
     ],
     "llama": [("pp2", "tp2")],
-    # Pp2 with tied embeddings gives the optimizer a padded bucket.
+    # With tied embeddings, pp2 gives the optimizer a padded bucket.
     "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],
 }  # fmt: skip
 # layout: values of trainer.router_replay
@@ -61,7 +61,7 @@ CASES = [f"{kind}/{name}" for kind, layouts in TWO.items() for name in layouts]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
-    """{kind/layout: losses, norms, metrics, scores and weights}: one rank in this process, two in their own."""
+    """{kind/layout: losses, norms, metrics, scores and weights}, from one rank in this process and two ranks in their own."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
     models["reference"] = str(save_model("qwen3_moe", folder / "reference", seed=1))

@@ -1,4 +1,4 @@
-"""The learner against transformers and plain PyTorch: equal log-probs and steps for every split; bad steps change nothing."""
+"""The learner has the log-probs and steps of transformers and plain PyTorch for every split; bad steps change nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
     ("correction", "value"), [("none", math.nan), ("tis", math.nan), ("tis", -math.inf), ("icepop", math.nan)]
 )
 def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float, tmp_path: Path) -> None:
-    """The bad number is an advantage without a correction, otherwise the rollout log-prob of one token."""
+    """Without a correction, the bad number is an advantage; with one, it is the rollout log-prob of a token."""
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     objective = PolicyObjective(correction=correction, correction_low=0.0)
     samples = tiny.sequences(4)
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_changes_nothing(correction: Any, value: float
     assert tiny.largest_difference(tiny.weights(policy), before) == 0.0
     fresh = tiny.learner(folder, objective=objective)
     assert tiny.step(policy, clean).is_updated and tiny.step(fresh, clean).is_updated
-    # The optimizer has no trace of it either.
+    # The bad step left no trace in the optimizer either.
     assert tiny.largest_difference(tiny.weights(policy), tiny.weights(fresh)) == 0.0
 
 
@@ -131,7 +131,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
 def test_one_rank_sends_itself_nothing(
     settings: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training equals that with Megatron's collectives, bitwise."""
+    """Training on one rank is bitwise equal to training with Megatron's collectives."""
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
     if "optimizer" in settings:
         settings = {"optimizer": tiny.OPTIMIZER.model_copy(update=settings["optimizer"])}

@@ -22,7 +22,7 @@ WAITS = {torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.a
 
 
 class Waits(TorchDispatchMode):
-    """Records operations that make the host wait for a GPU, by the calling file of ours or megatron's."""
+    """Records which of our or megatron's files call operations that make the host wait for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Waits(TorchDispatchMode):
 
 
 def caller() -> str:
-    """Return the innermost file of ours (from its room on) or of megatron's."""
+    """Return the innermost calling file of ours (path from the repository on) or of megatron's."""
     for frame, _ in walk_stack(sys._getframe(2)):
         file = frame.f_code.co_filename
         is_ours = file.startswith(OURS) and not file.endswith("/shim.py")  # every operation passes through the shim

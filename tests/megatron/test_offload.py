@@ -37,7 +37,7 @@ class TwoMemories(TorchFunctionMode):
         # Memory is not pinned, which would need a GPU's driver.
         out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))
         if func is Tensor.cpu and out is args[0]:
-            out = out.clone()  # .cpu() of a CPU tensor returns the tensor itself, but the "GPU's" must stay one
+            out = out.clone()  # .cpu() of a CPU tensor returns the tensor itself, which must keep counting as a GPU tensor
         if func is Tensor.cpu or (func in self.COPIES and hasattr(args[0], "in_host_memory")):
             out.in_host_memory = True
         return out
@@ -67,8 +67,9 @@ def steps(learner: Learner, count: int) -> list[float]:
 
 
 def norm_of_first_moments(learner: Learner) -> float:
-    """Return the norm of AdamW's first moments, which shows clipping; the steps do not, since AdamW divides by the moments'
-    size."""
+    """Return the norm of AdamW's first moments, which shows clipping. Steps do not show it, because AdamW divides by the moments'
+    size.
+    """
     states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())
 

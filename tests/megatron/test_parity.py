@@ -1,4 +1,4 @@
-"""Programs that train in their own processes: `make parity` on a few of its layouts, and one that has imported vLLM."""
+"""Programs that train in processes of their own: `make parity` on a few of its layouts, and a program that imports vLLM."""
 
 from __future__ import annotations
 

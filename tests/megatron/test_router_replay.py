@@ -1,4 +1,4 @@
-"""Replaying the trainer's own experts changes nothing, bitwise; other experts give transformers' gradient with them."""
+"""Replaying the trainer's own experts changes no bit; with other experts, the gradient is that of transformers with them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Judge:
         return logits, scores, chosen
 
     def gradient(self, samples: list[TrainSequence]) -> tuple[float, dict[str, Tensor]]:
-        """Return (loss, {name: gradient}) of the on-policy gradient step, with experts forced for samples that have them."""
+        """Return (loss, {name: gradient}) of an on-policy step, with the samples' recorded experts forced."""
         total = torch.zeros(())
         for s in samples:
             self.experts = s.routed_experts

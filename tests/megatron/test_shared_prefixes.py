@@ -1,4 +1,4 @@
-"""Prefixes that samples share are computed once: equal to the flat batch in float64, on one rank and in layouts of two."""
+"""Prefixes that samples share are computed once, with the flat batch's results in float64, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def of_two(folders: dict[str, str], two_ranks: RankPair) -> dict[str, dict[str, 
 
 
 def check(found: dict[str, float]) -> None:
-    """Bounds: a float64 sum of some hundred terms; old log-probs are kept in float32."""
+    """Check the differences. The bound is the rounding of a float64 sum of some hundred terms; old log-probs are float32."""
     sizes = found.pop("computed"), found.pop("flat")
     assert 0 < sizes[0] < 0.9 * sizes[1]
     assert found.pop("gated_samples") > 0
@@ -98,7 +98,7 @@ def test_a_tree_has_the_gradient_of_the_flat_batch(name: str, folders: dict[str,
     ids=["kl", "kl in the reward", "gate of the batch"],
 )
 def test_a_step_of_trees_is_that_of_flat_batches(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Two updates, of which the second has old log-probs, and each agent's gradient norm; in float32."""
+    """Compares two float32 updates, of which the second has old log-probs, and each agent's gradient norm."""
     folder, other = (tiny.save_model("qwen3", tmp_path / f"{seed}", seed=seed) for seed in range(2))
     parts = [prefixes_worker.family(seed) for seed in range(2)]
     found = []

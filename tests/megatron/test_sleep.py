@@ -1,4 +1,4 @@
-"""A learner's memory asleep (trainer.sleep): storages are empty, exports come from the CPU, and steps keep their bits."""
+"""A learner that sleeps (trainer.sleep): its storages are empty, exports come from the CPU, and steps keep their bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sizes(learner: Learner) -> Iterator[int]:
 
 
 def trained(learner: Learner, folder: Path) -> list[Any]:
-    """Return the losses and weights of three steps, with a sleep after each, and of a fourth after a load."""
+    """Return the losses and weights of three steps, with a sleep after each, and of a fourth step after a load."""
     found: list[Any] = []
     batches = tiny.micro_batches(tiny.sequences(6), 2)
     for number in range(4):

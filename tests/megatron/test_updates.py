@@ -1,4 +1,4 @@
-"""Several optimizer updates a step, and the KL term, against plain PyTorch that computes the same by hand."""
+"""Several optimizer updates a step, and the KL term, compared with plain PyTorch that computes the definitions."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def update(policy: Learner, samples: list[TrainSequence], average: Average | Non
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
-    """Compare weights. AdamW's first steps are lr * sign(g): if g is a rounding error, like that of a key's bias, which has no
-    gradient, a weight may differ by that.
+    """Compare weights. AdamW's first steps are lr * sign(g). If the gradient g is only a rounding error, as for a key's bias, its
+    sign is arbitrary, and weights may differ by such a step.
     """
     assert tiny.largest_difference(found, expected) < 2.1 * steps * tiny.OPTIMIZER.lr
     names = [name for name in expected if not name.endswith("k_proj.bias")]

@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers that torch adds to Megatron's float32 buffers, as apex's kernel would."""
+"""torch adds the weight gradients of linear layers to Megatron's float32 buffers, as apex's kernel would."""
 
 from __future__ import annotations
 

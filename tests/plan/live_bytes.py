@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# These run in the calling thread. gloo queues every other operation of c10d for its own thread.
+# These operations of c10d run in the calling thread. gloo runs all others in a thread of its own.
 POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 
@@ -27,7 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> LiveBytes:
-        """Start to count. Also patches the emptying and refilling of storages by recomputation, which no operation shows."""
+        """Start to count. Recomputation empties and refills storages without an operation, so their resize_ is patched."""
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:

@@ -71,7 +71,7 @@ def inputs_on_host() -> Iterator[None]:
 
 @contextmanager
 def rows_of_experts() -> Iterator[list[int]]:
-    """Record the rows of this rank's experts in each call, because an untrained router is uneven."""
+    """Record how many rows this rank's experts get in each call, because an untrained router distributes them unevenly."""
     shim.install()
     from marsrl.trainer.learner.megatron.experts import GroupedExperts
 
@@ -103,7 +103,7 @@ def model(kind: str, folder: Path, **changes: object) -> Path:
 
 
 def sequences(num: int) -> list[TrainSequence]:
-    """Return samples of equal length: attention pads on a CPU, but not on a GPU."""
+    """Return samples of equal length, because attention would pad others on a CPU, but not on a GPU."""
     rng, num_sampled = np.random.default_rng(0), LENGTH - 4
     alike: dict[str, Any] = {
         "is_sampled": np.ones(num_sampled, bool),

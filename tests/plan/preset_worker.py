@@ -1,6 +1,6 @@
 """Check every file of configs/ as far as possible without a GPU: `python preset_worker.py FOLDER`, JSON to stdout.
 
-The process pretends to PyTorch and vLLM that there are eight H100s, for good, so it is a process of its own. It starts nothing
+The process makes PyTorch and vLLM see eight H100s, which cannot be undone, so it is a process of its own. It starts no engine
 and reads no weights. It calls real code: our preflight, and vLLM's EngineArgs.create_engine_config().
 """
 
@@ -110,7 +110,7 @@ def checked(preset: Path, folder: Path, words: list[str]) -> Any:
 def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     """Return vLLM's configuration of an engine, with our VllmEngine's arguments and environment.
 
-    adapters: those served, by name; "five": this many, of all possible matrices; None: none.
+    adapters: the served adapters by name; "five": five adapters of all possible matrices; None: no adapters.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.registry import _LazyRegisteredModel
@@ -123,7 +123,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     from marsrl.rollout.pool.build import with_settings
     from marsrl.trainer.checks.batch_plan import longest_sequence
 
-    # vLLM caches what it found out about a model class in ~/.cache, and imports kernels for it that are not here.
+    # Keep vLLM from caching facts about a model class in ~/.cache, and from importing kernels that this machine lacks.
     _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))

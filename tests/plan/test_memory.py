@@ -49,7 +49,7 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
     ("kind", "recompute", "dtype", "changes"),
     [
         ("qwen3_moe", "none", "bfloat16", {}),
-        # With 12 layers, memory that a layer leaves behind would show.
+        # 12 layers would reveal memory that a layer does not release.
         ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),
         ("qwen3_moe", "full_offload", "bfloat16", {"num_hidden_layers": 8}),
         ("qwen3_moe", "full_but_attention", "bfloat16", {"num_hidden_layers": 12, "num_attention_heads": 16}),
@@ -92,7 +92,7 @@ def test_an_adapter_is_held_as_planned(
 
 @pytest.mark.slow
 def test_memory_of_a_reference_and_full_optimizer_is_planned(tmp_path: Path) -> None:
-    """The reference has its own sizes, so that counting the policy's weights instead would show."""
+    """The reference has other sizes than the policy, so the test would detect a plan that counts the policy's weights instead."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
     found = compare(policy, {}, "none", "bfloat16", reference=reference)
     holds(found, 0.03)

@@ -1,4 +1,4 @@
-"""`marsrl plan`: formulas against known numbers, every config of the repository, and refusals."""
+"""`marsrl plan`: its formulas give known numbers, it plans every config of the repository, and it refuses wrong settings."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ KEEPS_CACHE = {"drmas_math": "16 bits for keys and values"}  # {preset: the reas
 
 @pytest.mark.parametrize("preset", sorted(FITS_ON))
 def test_a_preset_is_within_5_percent_of_the_best_split(preset: str) -> None:
-    """As many GPUs in all, divided among training and engines in another way; also engines with other caches."""
+    """Other splits divide the same number of GPUs differently among training and engines; their engines may have other caches."""
     plan, reason = planned(preset, FITS_ON[preset]), KEEPS_CACHE.get(preset)
     assert reason is None or reason in (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
     for policy in plan.policies:
@@ -303,7 +303,7 @@ def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
 
 
 def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
-    """While engines decode, the GPU has only their memory, and the host what slept; the copies take time."""
+    """While engines decode, the GPU holds only their memory, the host holds the learner's, and copying between them takes time."""
     half = "rollout.vllm.gpu_memory_utilization=0.5"
     awake, asleep = (planned("single_gpu_colocated", 1, f"trainer.sleep={each}", half) for each in ("false", "true"))
     before, after = (plan.policies[0].configured for plan in (awake, asleep))

@@ -30,13 +30,13 @@ from marsrl.trainer.checks.models import KNOWN, find_shape
 from marsrl.trainer.config.read import CONFIGS, read_config
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-# Presets whose engine is our own.
+# Presets whose engine is our own (rollout.engine=local).
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}
 # presets whose engines have rollout.vllm.tensor_parallel GPUs
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
-EXACT = ["standard", "greedy"]  # how vLLM accepts and draws drafts; test_vllm_v2_runner.py shows that these are exact
+EXACT = ["standard", "greedy"]  # how vLLM accepts and draws draft tokens; test_vllm_v2_runner.py shows that this is exact
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
-    """Slots exist only for adapted matrices, with the next rank that has kernels."""
+    """Adapter slots exist only for adapted matrices, with the next larger rank for which vLLM has kernels."""
     plain, found = told[preset]["engine"], told[preset]["adapted"]
     is_moe = preset.startswith("qwen3_30b_a3b") or preset in ("ulorl", "cpu_default")
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
@@ -198,7 +198,7 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
         ("Qwen3-30B-A3B", {"hidden_size": 2112}, {"quantization": "fp8", "tensor_parallel": 4},
          "in multiples of 128, but it is 2112; set it to null"),
         ("Qwen3-30B-A3B", {}, {"quantization": "fp8", "tensor_parallel": 4}, None),
-        # The limit holds only for experts; a dense model has none.
+        # The limit holds only for experts, which a dense model lacks.
         ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),
         ("Qwen3-8B", {}, {"tensor_parallel": 2, "expert_parallel": True},
          "but Qwen3ForCausalLM has none; set it to false"),

@@ -1,4 +1,4 @@
-"""The planner against published steps, updates and decoding speeds (published.yaml), and against a step of ours."""
+"""The planner agrees with published steps, updates and decoding speeds (published.yaml), and with a step that we measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITHIN = 0.15
 
 
 def planned_over_published(case: dict[str, Any]) -> float:
-    """Return planned seconds divided by published seconds (for speeds the inverse)."""
+    """Return planned seconds divided by published seconds, or published speed divided by planned speed."""
     config, _ = read_config("math_default", ["orchestration=solver", *case["words"]])
     (policy,) = make_plan(config, case["gpus"], "h100-80g", case["mean_response"]).policies
     assert policy.configured is not None, policy.why_not_configured

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 def held_port() -> Iterator[int]:
     """Yield a port of 127.0.0.1 that no other process gets inside the block.
 
-    Nothing listens at it. A server that sets SO_REUSEADDR can use it.
+    No server listens at the port. One that sets SO_REUSEADDR can use it.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,8 +2,8 @@
 
     value = two_ranks.run(Path("layouts_worker.py"), {"out": ..., ...})  # job(**arguments) of that file, on both ranks
 
-Each test file defines its job and its assertions. Both processes of a job are forked from one with the imports, and end with
-it.
+Each test file defines its job and its assertions. Both processes of a job are forked from a process that has imported
+torch and megatron, and end with the job.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RankPair:
         """Return the result of this file's job(**arguments) on rank 0; arguments and result are JSON.
 
         Raises:
-            Exception: a rank's own, with its traceback. Both ranks are ended then, for the other one may wait in a collective.
+            Exception: raised by a rank, with its traceback. Both ranks are then ended, as the other may wait in a collective.
             AssertionError: no answer within limit_s.
         """
         others = multiprocessing.active_children()

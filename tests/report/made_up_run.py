@@ -1,4 +1,4 @@
-"""A run directory with made-up numbers and texts: test data, no model's results."""
+"""A run directory with made-up numbers and texts, which are not the results of a model."""
 
 from __future__ import annotations
 

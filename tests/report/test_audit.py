@@ -1,4 +1,4 @@
-"""Audit of made-up runs: what a run may do without a false alarm, and tokens that are missing."""
+"""Audit of made-up runs: it accepts everything that a correct run may do, and finds missing tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST = Publish(0, "main", 0, "a", 1, None, None, 8, 0.1)
 
 
 def run_of(folder: Path, counted: dict[str, float], publishes: Sequence[Publish] = (FIRST,)) -> RunDirectory:
-    """A run of one step: a sample of 4 tokens of main, and one of a frozen policy. counted: metrics of its tokens."""
+    """Write a run of one step with a sample of policy `main` and one of a frozen policy, 4 tokens each. counted: its metrics."""
     run = RunDirectory.create(folder, "made-up", "test")
     for publish in publishes:
         append_publish(run.publishes, publish)

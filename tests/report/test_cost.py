@@ -27,7 +27,7 @@ def test_a_policy_has_the_usage_of_its_agents() -> None:
 def test_a_tools_share_is_of_all_calls_including_unknown_tools() -> None:
     counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
     assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
-    # Pages are read by the tool search, not by calls of a model.
+    # Pages are read by the tool `search`, not because a model calls a tool `pages`.
     counted |= {"tools/pages/calls": 80, "tools/pages/errors": 3}
     assert tool_shares(counted)["tools/search/share"] == 0.75 and "tools/pages/share" not in tool_shares(counted)
     assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}
@@ -44,4 +44,4 @@ def test_a_mostly_failing_tool_is_warned_about_with_its_error() -> None:
     assert "run out of searches" in said
     for few in (counted(40, 20), counted(7, 7), counted(0, 0), {}):
         assert not failing_tools(few, last)
-    assert not failing_tools(counted(40, 40), {})  # without a last error, as for calls that no tool could parse
+    assert not failing_tools(counted(40, 40), {})  # there is no last error, as for calls that no tool could parse

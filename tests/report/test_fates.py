@@ -1,4 +1,4 @@
-"""Fates of a step's samples, from the credit of made-up groups and what an update would report."""
+"""Fates of a step's samples, derived from the credit of made-up groups and from what an update would report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def with_reward(uid: str, value: float, **changes: object) -> Sample:
 
 
 def of_program(uid: str, *answers: Fate) -> Sample:
-    """A session's sample with an answer of 2 tokens for each fate."""
+    """Return a session's sample with an answer of 2 tokens for each fate."""
     turns = tuple(Turn(i + 1, 2 * i, 2 * i + 2, Finish.STOP, fate) for i, fate in enumerate(answers))
     sample = make_sample(uid, num_tokens=2 * len(answers))
     is_read = np.repeat([fate is Fate.READ for fate in answers], 2)

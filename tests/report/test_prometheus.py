@@ -1,4 +1,4 @@
-"""Metrics for Prometheus; the alerts use only these."""
+"""Metrics for Prometheus. The alerts of docs/alerts.yml use only these metrics."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_scrape_has_last_row_totals_and_all_alert_metrics() -> None:
             scrape(port)
     (group,) = yaml.safe_load((Path(__file__).parents[2] / "docs" / "alerts.yml").read_text())["groups"]
     assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 10
-    for rule in group["rules"]:  # an alert uses only metrics that this page has
+    for rule in group["rules"]:  # an alert uses only metrics that the scraped page has
         assert set(rule) <= {"alert", "expr", "for", "annotations"} and rule["annotations"]["summary"]
         asked = re.findall(r'(marsrl_\w+)(?:\{name=~?"(.+?)"\})?', rule["expr"])
         assert asked or rule["expr"].startswith("up{"), rule["alert"]

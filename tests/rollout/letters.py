@@ -1,4 +1,4 @@
-"""A team that writes letters: one token per character, a script in place of a model, no tokenizer, no torch."""
+"""A team that writes letters: a character is a token, a script replaces the model; it needs no tokenizer and no torch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def completions(stages: Stages, *states: State) -> list[Completion]:
 
 
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
-    """Return the next batch, after as many rounds of results as it takes. versions: current policy versions; None: unchanged."""
+    """Collect results until the next batch is complete, and return it. versions: current policy versions; None: unchanged."""
     if versions is not None:
         stages.resume(versions)
     stages.want()
@@ -151,7 +151,7 @@ def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> Ste
 
 
 class Play:
-    """Stages with their engines, driven as by a trainer, without a thread. options: options of letter_team."""
+    """Stages with their engines, which the test drives as a trainer does, without a thread. options: options of letter_team."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class Play:
 
 
 class Looker:
-    """Stands for a tool pool; `found` answers the calls. called: number of calls by id."""
+    """Stands in for a tool pool; the function `found` answers the calls. called: number of calls by call id."""
 
     def __init__(self, found: Callable[[ToolCall], ToolOutput]) -> None:
         self.found, self.called, self.threads = found, Counter[str](), ThreadPoolExecutor(4)
@@ -232,8 +232,8 @@ def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.R
 
 
 def assert_of_the_script(groups: Sequence[Group], size: int | None = 3) -> None:
-    """Check for whole groups of this size (None: any), every sample once, with the text of `completion`, segment after
-    segment.
+    """Check that groups are whole and of this size (None: any), and that each sample occurs once, with the text of `completion`
+    over all of its segments.
     """
     uids = Counter(sample.uid for group in groups for sample in group.samples)
     assert max(uids.values()) == 1 and len({group.group_id for group in groups}) == len(groups)

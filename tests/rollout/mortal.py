@@ -1,4 +1,4 @@
-"""Engines of this process that can fail: they die, hang, or fail at one request."""
+"""Engines in this process that can fail: they die, hang, or fail at a certain request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class MortalReplicas(LocalReplicas):
     """Replicas that fail as Ray actors do.
 
     deadly: function of a request; if it returns True, the replica with the request dies once it has decoded something. dead,
-    hung: replicas that fail; tests may add to them at any time, and a restart removes a replica. Time passes while one hangs.
-    seconds: engine time of each result. places: places for new replicas, which pools can share; None: there is always one.
+    hung: replicas that have died or hang; tests may add replicas at any time, and a restart removes one. The clock advances while
+    a replica hangs. seconds: engine time of each result. places: places for new replicas, which pools can share; None: no limit.
     """
 
     can_restart = True

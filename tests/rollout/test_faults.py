@@ -1,4 +1,4 @@
-"""Engines that die, hang, or fail at one request: only time is lost, and at most one sample."""
+"""Engines that die, hang, or fail at one request: a fault costs only time, and at most one sample."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_only_a_request_that_no_engine_survives_fails(how: str, count: int, atte
     assert failed.uid == "7/solver:0" and failed.finish is Finish.ERROR and len(failed.token_ids) == 0
     assert "rollout.max_request_attempts" in failed.error and "has died" in failed.error
     num_had = sum(had.count("7/solver:0") for had in replicas.had)
-    assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last attempt is alone
+    assert attempts <= num_had == len(replicas.restarts) <= attempts + 1  # the last attempt sends the request alone
     faults = pool.take_faults()
     assert (faults.failed, faults.resubmitted) == (1, sum(map(len, replicas.had)) - 24)
     assert all(map(is_whole, served(pool, asks(7), how)))  # the pool continues to serve
@@ -161,7 +161,7 @@ def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
 
 
 class Mistaken(MortalReplicas):
-    """A restarted engine finds other weights, and another adapter, in the files than were sent."""
+    """Replicas that, once restarted, find other weights and another adapter in the files than were sent."""
 
     def restart(self, replica: int) -> Lost | None:
         lost, engine = super().restart(replica), self.engines[replica]
@@ -198,7 +198,7 @@ def test_weights_that_nobody_can_send_again_end_the_run() -> None:
 
 
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
-    """Return the requests for these adapters at these versions, and for none."""
+    """Return the requests, in turn for the base model and for each adapter at its version."""
     names = itertools.cycle(["", *versions])
     return [replace(each, adapter=name, adapter_version=versions.get(name, 0)) for each, name in zip(requests, names)]
 
@@ -358,7 +358,7 @@ def test_a_sample_that_no_engine_survives_has_no_reward(name: str) -> None:
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
     assert "abandoned" in samples[culprit].reward.note
-    assert not any(sample.parent_uid == culprit for sample in samples.values())  # never selected
+    assert not any(sample.parent_uid == culprit for sample in samples.values())  # no other agent got the failed sample as input
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)
 

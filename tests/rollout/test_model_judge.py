@@ -1,4 +1,4 @@
-"""A model as the judge, on a scripted engine: its verdicts, missing verdicts, and their effect in stages."""
+"""A model as the judge, with a scripted engine: its verdicts, missing verdicts, and their effect on a stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ PERU = Problem("peru", "Capital of Peru?", "Lima", "qa")
 
 
 class Desk:
-    """A judge, its requests (answer, request), and its engine. says(answer, number of earlier requests for it)."""
+    """A judge, its requests as (answer, request), and its engine.
+
+    says: function (answer, number of earlier requests for it) that returns the judge's output.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,9 @@ Make = Callable[..., Desk]
 
 
 def by_answer(answer: str, before: int) -> str:
-    """Judge by the answer: with an L it is right. The judgement of a mumble is never readable, of a hesitation at the second
-    request."""
+    """Judge answers with an L as right. The judgement of the answer "mumble" is never readable, that of "hesitate" only at the
+    second request.
+    """
     if answer == "mumble" or (answer == "hesitate" and not before):
         return "well, \x1b[31mcorrect: yes perhaps"
     return YES if "L" in answer or answer == "hesitate" else NO

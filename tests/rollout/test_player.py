@@ -1,4 +1,4 @@
-"""A completion's life, step by step, with results made up by hand; evaluations, which take as long as their longest episode."""
+"""A completion from its request to its group, with made-up results; evaluations, which take as long as their longest episode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = {"main": 3}
 
 
 class Hand:
-    """Stands for a pool: records requests, and a test makes up the results."""
+    """Stands in for a pool: it records requests, and a test makes up the results."""
 
     def __init__(self) -> None:
         self.sent: dict[str, DecodeRequest] = {}
@@ -55,7 +55,7 @@ class Hand:
 
 
 def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
-    """Return stages with overlap, before anything has begun. questions: the problems' questions; 7 is an answer."""
+    """Return stages with overlap, before anything has begun. questions: the problems' questions; every answer is 7."""
     config = letter_config(**options)
 
     def question(number: int) -> Problem:
@@ -124,7 +124,7 @@ def test_a_long_prompt_is_counted_and_cut_if_configured(
         asks = begun(stages)
         prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)
-        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # others do not continue
+        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # too long prompts end their episodes
         found, drawn = counts(stages), 3 if opened else 3 * (1 + bool(stages.state.num_batches))
         names = ("prompts_cut", "prompts_too_long", "failed_episodes")
         assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]
@@ -259,8 +259,8 @@ PER_STEP = 3
 def play(
     numbers: Sequence[int], most_open: int | None = None
 ) -> tuple[list[Played], list[tuple[int, int, int, str]], int]:
-    """Play these episodes. Return them as they end, the reported progress, and the engine's steps, one second of the clock
-    each.
+    """Play these episodes. Return them in the order of their ends, the reported progress, and the number of engine steps, each of
+    which takes one second of the clock.
     """
     team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
     collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int, str]](), 0

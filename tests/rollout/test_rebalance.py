@@ -46,7 +46,7 @@ def test_engines_of_another_size_move_only_where_they_fit() -> None:
 
 
 class Stages:
-    """Two policies on four places. play: let each engine of a policy work for this many seconds."""
+    """Stages of two policies whose engines share four places. play: each engine of a policy works for the given seconds."""
 
     def __init__(self) -> None:
         self.replicas = {"solver": MortalReplicas(1), "verifier": MortalReplicas(3)}

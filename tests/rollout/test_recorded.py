@@ -1,6 +1,6 @@
-"""What the local engine records of its draws, kept tokens and experts reaches the learner, also over segments.
+"""The kept tokens and experts that the local engine records reach the learner, also if a sample has several segments.
 
-With top_p or top_k, trained agents have the rollout's log-probs; router replay R3 forces the recorded experts.
+With them, the learner computes the rollout's log-probs under top_p or top_k, and router replay R3 forces the recorded experts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None =
 
 
 def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArray:
-    """Return [tokens, layers, K] of a plain prefill."""
+    """Return the experts [tokens, layers, K] that a plain prefill of these tokens chooses."""
     (result,) = decoded(engine, [request("0", tokens, 1)], version=version)
     assert result.routed_experts is not None
     return result.routed_experts

@@ -1,4 +1,4 @@
-"""Problems that a step adds for groups without spread, and problems that rest, with scripted completions of letters."""
+"""A step adds problems for groups with equal rewards (without spread), and their problems rest. Completions are scripted letters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
 
 Script = Callable[[DecodeRequest], list[int]]
-TEAMS = {"agentic": "solver", "trajectory": None}  # by pipeline: the agent whose groups count; None: whole instances
+TEAMS = {"agentic": "solver", "trajectory": None}  # {pipeline: agent whose groups are counted; None: all groups of an instance}
 
 
 def spread_of(groups: Sequence[Group]) -> Spread:
@@ -42,10 +42,10 @@ def spread_of(groups: Sequence[Group]) -> Spread:
 
 
 def live(*numbers: int, lengths: Callable[[int], int] = lambda number: 9) -> Script:
-    """Return a script in which only these draws have spread.
+    """Return a script in which only the problems with these numbers have groups with spread.
 
-    In them, one Solver of each group is right; in other draws, none is. Only in these draws Verifiers flag errors, which makes
-    their trajectories longer. lengths: function from the number of a draw to the length of its completions.
+    For them, one Solver sample of each group is right; for others, none is. Only for them Verifiers find errors, which makes
+    their trajectories longer. lengths: function from a problem's number to the length of its completions.
     """
 
     def script(request: DecodeRequest) -> list[int]:
@@ -61,7 +61,7 @@ def live(*numbers: int, lengths: Callable[[int], int] = lambda number: 9) -> Scr
 
 
 def refilled(pipeline: str = "agentic", orchestration: str = "solver", **refill: float) -> dict[str, Any]:
-    """Options of Play: eight problems a step, without overlap."""
+    """Return options of Play: refill, with eight problems a step and without overlap."""
     options = {"pipeline": pipeline, "prompts_per_step": 8, "overlap": 0, "refill": {"groups": 6, **refill}}
     counting = Counting(spread_of, TEAMS[pipeline])
     return {"config": letter_config(**options), "orchestration": orchestration, "counting": counting}

@@ -1,4 +1,4 @@
-"""Stages on scripted letters: what is sent and reported, invariants for any order of arrival, and failures of their thread."""
+"""Stages with scripted letters: what they send and report, invariants for any order of arrival, and errors in their thread."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
 
 @pytest.mark.parametrize(("segments", "trains_whole", "oldest"), [(1, False, 0), (4, False, 3), (1, True, 4)])
 def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_whole: bool, oldest: int) -> None:
-    """Ages are in versions, without overlap. Each of five agents plays one step after the previous agent."""
+    """Ages are counted in versions, without overlap. Each of the five agents plays one step later than the agent before it."""
     play, found = Play(letter_config(overlap=0, segments=segments)), list[int]()
     play.stages.trains_whole = trains_whole
     for version in range(12):

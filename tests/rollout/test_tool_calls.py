@@ -1,4 +1,4 @@
-"""Scripted agents that call tools, by their chat template or like System 2, and agents that read results. Tokens are bytes."""
+"""Scripted agents call tools, in the form of their chat template or of System 2; others read the results. Tokens are bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROBLEM = Problem("p", "what ?", "7", "math")
 
 
 class Says:
-    """A script of the agent's turns, whatever it is asked, and of a reader's outputs for its prompt. prompts: by sample."""
+    """A script: the agent's turns, for every prompt, and `reads`, a reader's output for its prompt. prompts: by sample."""
 
     def __init__(self, renderer: ChatRenderer, turns: Sequence[str], reads: Callable[[str], str] | None = None) -> None:
         self.renderer, self.turns, self.reads = renderer, turns, reads
@@ -205,7 +205,10 @@ SEARCH, RUN = system_call("search", queries=["ab", "cd"]), system_call("python",
 
 
 def looker(answers: Mapping[str, ToolOutput] | None = None) -> Looker:
-    """search finds a page of 40 letters for each letter of each query, python a 7. answers: answers of other tools."""
+    """Return a tool pool: `search` finds a page of 40 letters for each letter of a query, `python` prints 7.
+
+    answers: other outputs, by tool.
+    """
 
     def found(call: ToolCall) -> ToolOutput:
         queries = json.loads(call.arguments).get("queries", ())
@@ -268,7 +271,7 @@ def test_without_system_1_results_are_read_up_to_a_length(renderer: ChatRenderer
     turns = [SEARCH, "<answer>7</answer>"]
     episode, said, _ = system_played(renderer, turns, distil=False)
     assert all(f"<{letter * 40}>" in said.text for letter in "abcd") and len(episode.asks) == 1
-    # Besides two line breaks between the pages there is room for ten letters of each.
+    # There is room for ten letters of each page, and two line breaks between pages.
     _, cut, _ = system_played(renderer, turns, distil=False, max_found_tokens=46)
     assert "<" + "a" * 9 + "\n\n<" + "b" * 9 + "\n\n" in cut.text and "a" * 10 not in cut.text
 
@@ -277,7 +280,7 @@ def test_without_system_1_results_are_read_up_to_a_length(renderer: ChatRenderer
     ("turn", "answer"),
     [
         ("<think>hm</think> let me see", "There was no call of a tool and no answer. Go on."),
-        (f"<think>{RUN} <answer>8</answer>", "There was no call"),  # all of it is an unfinished thought
+        (f"<think>{RUN} <answer>8</answer>", "There was no call"),  # the whole output is an unfinished thought
         ("<tool_call>{</tool_call>", "error: the call is not JSON"),
         ("<tool_call>" + "[" * 2000 + "</tool_call>", "error: the call is not JSON"),
         ('<tool_call>{"tool": "search", "arguments": {}, "x": 1}</tool_call>', "error: the call must be"),

@@ -1,4 +1,4 @@
-"""Samples that wait for a tool, another agent or the next turn: the same completions for any schedule."""
+"""Samples that wait for a tool, another agent or their next turn get the same completions under every schedule."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Seeker(Orchestration):
 
 
 def looker() -> Looker:
-    """A tool that repeats the word."""
+    """Return a pool whose tool repeats a word."""
     return Looker(lambda call: ToolOutput(call.arguments.split('"')[3] * 2))
 
 
 EVEN = ("a<look>ab</look>", "c more", "e=7")
 ODD = ("b<ask>cd</ask>", "d<look>q</look>", "f=8")
-ENDED = {  # text of a finished Solver: 0 for even draws, 1 for odd ones
+ENDED = {  # whole text of the Solver in episodes with an even number (0), and with an odd number (1)
     0: "a<look>ab</look>[abab]c more|go on\ne=7",
     1: "b<ask>cd</ask>(help!!!)d<look>q</look>[qq]f=8",
 }
@@ -140,7 +140,7 @@ def number_of(sample: Sample) -> int:
 
 
 def is_right(sample: Sample) -> bool:
-    """Return True for the expected text with foreign tokens marked."""
+    """Return True if the sample has the expected text, and marks the tokens that it did not sample."""
     if sample.agent == "helper":
         return sample.text == "help!!!" and bool(sample.is_sampled.all())
     foreign = "".join(chr(t) for t, own in zip(sample.token_ids, sample.is_sampled, strict=True) if not own)
@@ -252,7 +252,7 @@ def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, fini
 def test_where_a_turn_begins_and_whether_within_a_thought(
     prompt: str, runs: list[str], turn: str, in_thought: bool
 ) -> None:
-    """runs: own tokens, foreign ones, own ones, and so on; \x01 ends a turn."""
+    """runs: texts that are sampled, foreign, sampled, and so on; \x01 ends a turn."""
     completion = Completion()
     for place, words in enumerate(runs):
         ids = np.asarray([*map(ord, words)], np.int32)
@@ -286,7 +286,7 @@ class Twice(Seeker):
 
 
 def test_outputs_are_awaited_together_if_there_is_no_overlap() -> None:
-    """Otherwise the outputs that an engine has would depend on timing, and runs would not be reproducible."""
+    """Otherwise timing would decide which outputs an engine gets first, and runs would not be reproducible."""
 
     def found(call: ToolCall) -> ToolOutput:
         time.sleep(0.02 * tools.called.total())  # each call takes longer than the last

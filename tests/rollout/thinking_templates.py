@@ -1,4 +1,4 @@
-"""Chat templates that inspect contents as published ones do, and a tokenizer with their control words."""
+"""Chat templates that inspect messages' contents as published templates do, and a tokenizer with their control words."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
         assert {*study.agents, *study.evaluated} <= set(config.agents)
         assert {policy.dtype for policy in config.policies.values()} == {
             "float32"
-        }  # not left to a default, which a preset could change
+        }  # set explicitly, because a preset could change the default
 
 
 @pytest.mark.parametrize("name", evidence.GAMES)

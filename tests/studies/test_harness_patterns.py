@@ -1,4 +1,4 @@
-"""Ways in which harnesses call their agent, played without a model."""
+"""Typical ways in which agent programs (harnesses) call their model, played without a model."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from kuhn import DEALS, POINTS, Kuhn, average, chat, exploitability, payoff, val
 
 
 def equilibrium(bluff: float) -> dict[tuple[int, str], float]:
-    """Return the known family of equilibria: the first player bets 1 with this probability, and 3 three times as often."""
+    """Return the known equilibrium in which the first player bets with card 1 at this probability, and with card 3 three times as
+    often.
+    """
     first = {(1, ""): bluff, (2, ""): 0.0, (3, ""): 3 * bluff, (1, "01"): 0.0, (2, "01"): bluff + 1 / 3, (3, "01"): 1.0}
     second = {(1, "0"): 1 / 3, (2, "0"): 0.0, (3, "0"): 1.0, (1, "1"): 0.0, (2, "1"): 1 / 3, (3, "1"): 1.0}
     return first | second

@@ -33,7 +33,7 @@ print(json.dumps(found))
 
 
 def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Return a measurement for each case: (problems a step, real tokens per token of a completion, rollout.overlap)."""
+    """Return a measurement for each case: (problems a step, tokens that one simulated token stands for, rollout.overlap)."""
     done = call(json.dumps(cases), code=MEASURED)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -41,7 +41,7 @@ def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
 
 
 def test_work_per_sample_does_not_grow_with_problems() -> None:
-    """Steps vary in size, and samples in length, so the work is not exactly equal. The first case pays for imports."""
+    """Steps vary in size and samples in length, so work per sample is not exactly equal. The first case only absorbs imports."""
     _, small, large = measure((1, 64, 0), (2, 64, 1), (8, 64, 1))
     assert large["played"] > 3.5 * small["played"] and large["samples"] > 2 * small["samples"]
     for parts, of in (

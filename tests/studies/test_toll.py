@@ -17,7 +17,7 @@ from marsrl.trainer.config import CreditConfig
 
 
 def played(words: str) -> tuple[list[str], list[float]]:
-    """Play a session on `47`, whose answer is 7: (what the agent hears, rewards of its turns)."""
+    """Play a session on `47`, whose answer is 7; return (what the agent reads, rewards of its turns)."""
     game, heard, rewards = Toll(), list[str](), list[float]()
     said = game.reset(SimpleNamespace(question="47, 7", answer="7"))
     for word in words:

@@ -1,4 +1,4 @@
-"""Exact expected gradients of a toy of two turns: credit by turn is unbiased, and published estimators are not."""
+"""Exact expected gradients of a toy game with two turns: credit by turn is unbiased, published estimators are not."""
 
 from __future__ import annotations
 

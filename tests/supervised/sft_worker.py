@@ -9,7 +9,7 @@ from marsrl.commands import cli
 
 
 def job(folder: str, words: list[str]) -> int:
-    """Return its exit code; each rank's output goes to a file."""
+    """Return the exit code of `marsrl sft`; each rank writes its output to a file."""
     os.chdir(folder)
     with open(f"said_{os.environ['RANK']}", "w") as said, redirect_stdout(said):
         return cli.main(["sft", *words])

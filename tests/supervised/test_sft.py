@@ -53,7 +53,7 @@ def losses(run: Path) -> dict[int, dict[str, float | None]]:
 
 
 def cross_entropy(model_dir: Path, lines: list[str]) -> float:
-    """Return the cross-entropy of the completions, including the end token, by transformers."""
+    """Return the cross-entropy of the completions with their end tokens, computed by transformers."""
     from transformers import AutoModelForCausalLM
 
     model, renderer = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32), ChatRenderer(model_dir)
@@ -245,8 +245,10 @@ Read = Callable[..., Demonstrations]
 
 @pytest.fixture
 def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
-    """Return a function that reads lines as demonstrations. longest: maximum tokens of a sequence. words: settings of the config.
-    renderer: renderer of all policies."""
+    """Return a function that reads lines as demonstrations.
+
+    longest: maximum number of tokens in a sequence. words: settings of the config. renderer: renderer of all policies.
+    """
 
     def read(
         *lines: object, longest: int = 10_000, words: Sequence[str] = (), renderer: ChatRenderer = renderer
@@ -289,7 +291,7 @@ def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer
 def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     kind: str, read: Read, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """Thoughts are left out of turns that an answer followed; only the last turn is trained, with its thought."""
+    """The prompt has no thoughts of earlier turns; only the last turn is trained, with its thought."""
     thinks = renderer_of(TEMPLATES[kind], tmp_path / kind)
     thought, ask = "<think>\nI add.\n</think>\n\n", CHAT[-1]
     chat = [ask, {"role": "assistant", "content": f"{thought}4"}, {"role": "user", "content": "and 5?"}]
@@ -311,7 +313,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
 
 
 def test_the_options_of_the_agents_template_hold(read: Read) -> None:
-    """A chat with an agent is rendered as the agent's chats are, for the agent's policy."""
+    """A demonstration that names an agent is rendered with the agent's template options, for the agent's policy."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
     words = (*policies, "agents={corrector1: {policy: a}, verifier2: {policy: b}, corrector2: {policy: a}}")
     said = [*CHAT, {"role": "assistant", "content": "4"}]

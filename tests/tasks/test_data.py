@@ -1,4 +1,4 @@
-"""Problems of files and of a user's class: reading, sampling, and refusals."""
+"""Problems from files and from a user's class: how they are read and sampled, and which are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
     ("qa", {"question": "q", "golden_answers": ["a", "b"]}, reference(["a", "b"])),
     ("qa", {"question": "q", "answer": " a "}, "a"),
     ("qa", {"question": "q", "answer": ["a", 7]}, reference(["a", "7"])),
-    # Search-R1's rows, and those that Dr. MAS's script makes of them.
+    # Rows of Search-R1, and the rows into which Dr. MAS's script converts them.
     ("qa", {"question": "q", "prompt": [{"role": "user", "content": "long"}], "golden_answers": ["a"]}, "a"),
     ("qa", {"prompt": [ASKED], "reward_model": {"ground_truth": {"target": ["a"]}}}, "a"),
     ("qa", {"question": "q", "answer": "it is #### 7"}, "it is #### 7"),  # GSM8K's mark has no meaning here

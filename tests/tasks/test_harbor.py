@@ -1,4 +1,4 @@
-"""Tasks in Harbor's folders. A script stands in for Docker's client: its containers are folders, in which paths begin."""
+"""Tasks in folders of Harbor's format. A script stands in for Docker's client; a container is a folder that acts as its root."""
 
 from __future__ import annotations
 

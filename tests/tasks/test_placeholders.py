@@ -1,4 +1,4 @@
-"""Placeholder answers: what is skipped, what stays, and which answers cause a warning."""
+"""Placeholder answers: which problems are skipped, which stay, and which answers cause a warning."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_answer_that_many_problems_share_is_warned_about() -> None:
     )
     assert not shared_answers(problems(*others, "x", *strange), "data.train")  # 20 of 401: below 5%
     assert not shared_answers(problems(*others[:200], *strange[1:]), "data.train")  # 19: too few to tell
-    # The share is that of the answer's own file, however large other files are.
+    # An answer's share is counted within its file, however large other files are.
     (warning,) = shared_answers([*problems(*strange), *problems(*others * 2, file="1/g.jsonl")], "data.train")
     assert "of the 20 problems of f.jsonl" in warning
 

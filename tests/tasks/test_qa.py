@@ -1,4 +1,4 @@
-"""Answers to questions are judged as by SQuAD's script; the built-in facts, and the tutors of teams that search."""
+"""task=qa: answers are judged as SQuAD's script judges them; the built-in facts, and the tutors of teams that search."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def taught(tutor: FactsTutor, world: World) -> Iterator[tuple[Problem, list[Trac
 
 
 def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]]:
-    """Return the ids in its prompts and completions."""
+    """Return the token ids of the trace's prompt and of its completion."""
     is_text = isinstance(trace.prompt, str)
     prompt = renderer.encode_trusted(trace.prompt) if is_text else renderer.render(trace.prompt)[0]  # type: ignore[arg-type]
     return prompt.tolist(), renderer.encode_trusted(trace.completion).tolist()
@@ -191,7 +191,7 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
         ("a an the x", "x", True, 1.0),
         ("theatre", "atre", False, 0.0),
         ("Tokyo\n", " tokyo ", True, 1.0),
-        ("?", "the", False, 0.0),  # nothing is left of either
+        ("?", "the", False, 0.0),  # normalisation leaves nothing of either text
         ("", "", True, 1.0),
         ("!", "!", True, 1.0),
         ("", "dog", False, 0.0),
@@ -219,13 +219,13 @@ def test_hostile_answers_are_judged_in_linear_time_or_wrong() -> None:
 @pytest.mark.parametrize("answers", [["x"], ["x", "y"], ["[x"], ['["a"]'], ["[1]", "é\n"], ["[" * 10_000]])
 def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
     assert right_answers(reference(answers)) == answers
-    # Written by a user: one answer, because it is not a JSON list of texts.
+    # A user wrote these: each is one answer, because it is not a JSON list of texts.
     for written in ("[", "[1]", "[]", "[" * 100_000, "plain"):
         assert right_answers(written) == [written]
 
 
 def follow(world: World, question: str) -> str:
-    """Return the answer, looked up in documents and papers alone, hop by hop."""
+    """Look the answer up hop by hop, only in documents and papers, and return it."""
     said = {each.title: each.text for each in (*world.documents, *(paper.document for paper in world.papers))}
     words = question.removeprefix("what is ").removesuffix(" ?")
     path, _, value = words.rpartition(" of ")

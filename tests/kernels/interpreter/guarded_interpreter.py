@@ -5,7 +5,7 @@
 - A load or store outside of the kernel's tensors raises; the interpreter would read garbage or crash.
 - Tensors are used in place; the interpreter would copy their whole memory after every launch.
 
-Work whose result is never read is left out; it took half of a test's time.
+Work whose result is never read is left out; that work took half of a test's time.
 """
 
 import functools
@@ -24,12 +24,12 @@ ADVICE = "the interpreter has no bfloat16 arithmetic: cast what is loaded to flo
 
 
 def to_float32(bits: np.ndarray) -> np.ndarray:
-    """Convert bfloat16 as uint16 to float32, exactly."""
+    """Convert bfloat16 numbers, given as uint16, to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """Convert float to bfloat16 as uint16, rounding to nearest even as the hardware does."""
+    """Convert floats to bfloat16 numbers, returned as uint16, rounding to nearest even as GPUs do."""
     array = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
     return array.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
 
@@ -115,7 +115,7 @@ def install() -> None:
 def _leave_out_unread_work() -> None:
     """Leave out work of Triton's interpreter that has no effect on results.
 
-    Overflow assertions of integers are not computed: without debug they are dropped anyway. The language is patched once instead
+    Assertions against integer overflow are not computed: without debug, Triton drops them anyway. `tl` is patched once, instead
     of at every launch and function call. Dtypes and shapes are looked up once.
     """
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)

@@ -1,4 +1,4 @@
-"""The part of QuACK 0.6.5 that the head calls, by its contract, in PyTorch on the CPU. The head's own epilogues run on tensors.
+"""The part of QuACK 0.6.5 that the head calls, written in PyTorch for the CPU. The head's own epilogues run on tensors.
 
 tests/install/test_locks.py compares the names with QuACK's wheel.
 """

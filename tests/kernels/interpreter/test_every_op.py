@@ -1,4 +1,4 @@
-"""Every op in Triton: the tests of the other implementations, and the device that kernels are launched on."""
+"""Every op in Triton passes the tests of the other implementations, and launches its kernels on the tensors' device."""
 
 from contextlib import contextmanager
 from importlib import import_module

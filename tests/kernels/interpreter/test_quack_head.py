@@ -1,4 +1,4 @@
-"""The head with QuACK's GEMMs, replaced by PyTorch, and our Triton kernels between them, interpreted."""
+"""The head with QuACK's GEMMs, for which PyTorch stands in, and our interpreted Triton kernels between them."""
 
 import importlib
 import sys
@@ -46,7 +46,7 @@ def test_an_objective_equals_its_definition(name, temperature):
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
-    """Chunks have the minimum of 128 rows. Chunks in which few rows have a coefficient are packed."""
+    """Chunks have 128 rows, the minimum. If few rows of a chunk have a coefficient, these rows are packed."""
     monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 1)
     case = head_case(150, 8, 128)
     arguments = arguments_for(case, "no gate", advantages=None)
