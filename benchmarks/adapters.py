@@ -1,12 +1,12 @@
-"""CPU seconds of a step of N adapters on one base, and of their publish, at equal tokens.
+"""Measure CPU seconds of a step of N adapters on one base, and of their publish, with the same tokens for every N.
 
     python benchmarks/adapters.py [--json FILE] [--adapters 1 5 32] [--repeats 5] [--model bench] [--sequences 64] [--rank 8]
                                   [--verify-every N]
 
 The same sequences are dealt out to N agents, each with an adapter of attention. The publish goes to a local engine in this
-process, which uses one thread. In each turn every N takes a step and publishes; the first turn is left out. The median, the
-smallest and the largest of the turns are printed, and the ratio to the first N. The seconds are CPU time, so that other programs
-on the machine matter little.
+process, which uses one thread. In each turn, one step and one publish run for every N; the first turn is left out. The median,
+the smallest and the largest of the turns are printed, and the ratio to the first N. The seconds are CPU time, so that other
+programs on the machine matter little.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check level-2 sleep of an engine in another process on this GPU, its wake, and new weights by CUDA IPC.
+"""Check that an engine in another process on this GPU sleeps (level 2), wakes up, and receives new weights by CUDA IPC.
 
     python benchmarks/asleep.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 

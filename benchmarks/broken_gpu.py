@@ -1,4 +1,4 @@
-"""Plugin of pytest that ends the process after a failure that made the GPU unusable, so that xdist starts a new one."""
+"""Plugin of pytest that ends the process if a failed test made the GPU unusable, so that xdist starts a new process."""
 
 import os
 from typing import Any

@@ -129,7 +129,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Results that a variant is judged by: exact ones, and those of plain PyTorch.
+    """Results with which a variant's results are compared: exact results, and those of plain PyTorch.
 
     scales, apart: arguments of assert_accurate, by name of the result; missing names get 0 and None.
     """
@@ -147,7 +147,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Bench:
-    """One case at one shape. candidates: the variants, those that cannot run on this machine included.
+    """One case at one shape. candidates: all variants, including those that cannot run on this machine.
 
     judge: computes the Judgement by which variants are checked. It is called once, and never in a child process that measures
     memory.

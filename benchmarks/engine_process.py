@@ -32,7 +32,7 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class EngineProcess:
-    """Single engine in a child process, with those methods of pool.Replicas that a weight sync calls."""
+    """One engine in a child process, with the methods of pool.Replicas that a weight sync calls."""
 
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"

@@ -1,4 +1,4 @@
-"""Run two steps of configs/single_gpu.yaml with a random model, like a user: with vLLM if installed, otherwise our engine.
+"""Run two steps of configs/single_gpu.yaml with a random model, as a user would: with vLLM if installed, else with our engine.
 
     python benchmarks/first_steps.py --folder DIR [--engine vllm|local] [--tiny] [--json FILE]
 

@@ -8,7 +8,7 @@ Prints:
     calls       calls/s, and rank 0's CPU time and memory, for many concurrent sessions of 8 calls with 320 answer tokens. A
                 Solver continues its sample, a Critic starts new ones. There is one worker process, engines cost nothing, and the
                 tokenizer has the size of Qwen's. The CPU time is that of the player and the gateway's server, without the
-                engines'. Memory is Python's peak allocation during a stage.
+                engines' CPU time. Memory is Python's peak allocation during a stage.
     tokens/s    a Solver, a Verifier and the Solver again with the default CPU model, rollout.overlap=2 and 256 sessions a stage,
                 as a program and as an orchestration with the same prompts. The two run in their own processes and take turns;
                 `ratio:` is the median over the turns of their ratio.

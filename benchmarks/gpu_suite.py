@@ -86,7 +86,7 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
-    """Return all parts, the most important first, because time may run out. folder: of the results; work: of other files.
+    """Return all parts, the most important first, because time may run out. folder: for the results; work: for other files.
 
     model_words: arguments that name the model of real_team.py. (): the parts of real_team.py are skipped, except with tiny sizes,
     for which a random model is used.
@@ -98,7 +98,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return Part(name, [sys.executable, str(HERE / file), *more], limit_s, modules)
 
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
-        memory = [] if gpu else ["--no-memory"]  # on a CPU each table takes a process
+        memory = [] if gpu else ["--no-memory"]  # on a CPU, measuring memory takes another process for each table
         arguments = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
         arguments += ["--budget", "0.1"] if is_quick else []  # argparse uses the last of several --budget
         return script(name, limit_s, "run.py", case, *arguments)

@@ -32,7 +32,7 @@ def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def eager_logprob_detached(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute eager_logprob with an entropy without gradient, as for a metric, so that less is saved for the backward."""
+    """Compute eager_logprob, but the entropy has no gradient, as for a metric, so less is saved for the backward pass."""
     logp = torch.log_softmax(F.linear(hidden, weight).float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
     with torch.no_grad():
@@ -225,7 +225,7 @@ def head_bytes(inputs: HeadInputs) -> float:
 
 
 def head_shapes(device: str, quick: bool, *, with_masks: bool) -> list[Shape]:
-    """Return the shapes: for a CPU thread small ones, for a GPU the head of a 1-2B model, whole and in tensor-parallel shards."""
+    """Return the shapes: small ones for a CPU thread; for a GPU, the head of a 1-2B model, whole and in parallel shards."""
     if quick:
         sizes = [Shape(device, "float32", tokens=64, hidden=32, vocab=1000, sequences=4)]
     elif device == "cpu":

@@ -1,7 +1,7 @@
 """Peak memory of one call beyond the memory allocated before the call.
 
-On a GPU it is read from torch's allocator. On the CPU each variant runs in a separate process, and it is the VmHWM of Linux,
-which is reset (/proc/self/clear_refs) after the inputs were made and a first call was done.
+On a GPU the peak is read from torch's allocator. On the CPU each variant runs in a separate process, and the peak is Linux's
+VmHWM, which is reset (/proc/self/clear_refs) once the inputs exist and a first call has ended.
 """
 
 from __future__ import annotations

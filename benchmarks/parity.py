@@ -1,12 +1,13 @@
-"""Parity of losses, gradients and trained weights: every parallel layout against one rank, and one rank against transformers.
+"""Compare losses, gradients and trained weights of every parallel layout with those of one rank.
 
-One rank of each family is compared with transformers, and adapters in every layout with PEFT.
+For each family of models, one rank is compared with transformers. Adapters in every layout are compared with PEFT.
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
-Four gloo ranks are forked once, after importing Megatron, and run the layouts in turn; the remaining ranks of a layout are data
-parallel. Setup: float32, a tiny Qwen3-MoE (against transformers also a Qwen3, a Llama with all biases and a Mistral), packed
-samples of uneven length, clipping relative to rollout log-probs, DMMPT, and the fused head. One line per layout:
+Four gloo ranks are forked once, after importing Megatron, and run the layouts in turn; ranks that a layout does not use
+otherwise are data parallel. The setup is float32, with a tiny Qwen3-MoE (transformers is also compared on a Qwen3, a Llama with
+all biases and a Mistral), packed samples of uneven length, clipping relative to rollout log-probs, DMMPT, and the fused head.
+One line per layout:
 
     loss       |difference| of one step                                                            at most 2e-6
     gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1.5e-6
@@ -122,7 +123,7 @@ def with_exact_attention() -> None:
 
 
 def samples() -> list[Any]:
-    """Return 24 samples of 8 to 40 tokens, two of three with the first tokens of the sample before.
+    """Return 24 samples of 8 to 40 tokens; two of three samples begin with the first tokens of the sample before them.
 
     Every length is a multiple of 8, so that context parallelism pads nothing.
     """
@@ -285,7 +286,7 @@ def gradient(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) ->
 
 
 def with_sgd(learner: Any) -> None:
-    """Replace AdamW by plain SGD over the same shards. They are views of Megatron's buffer, which SGD's constructor rejects."""
+    """Replace AdamW by plain SGD over the same shards, which are views of Megatron's buffer; SGD's constructor rejects views."""
     for part in learner.optimizer.parts():
         sgd = torch.optim.SGD([torch.zeros(1)], lr=0.0)
         sgd.param_groups = [{**sgd.defaults, **group, "fused": False} for group in part.optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Comparison of a model in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
+"""Compare a model in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
 
 Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
 answers the prompts greedily, one after the other; prompts are rendered by the model's chat template. All programs then score the
@@ -117,7 +117,7 @@ def _off(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[st
 
 
 def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
-    """Return the number of answers that equal transformers', and of those that first differ at a tie of two tokens."""
+    """Return (number of answers equal to those of transformers, number of answers that first differ at a tie of two tokens)."""
     same = ties = 0
     for completion, (answer, margins) in zip(found, answers, strict=True):
         if np.array_equal(completion, answer):

@@ -34,7 +34,8 @@ class LogprobPeer:
 class LossPeer:
     """Peer that computes a loss. prepared(inputs): computes constants once, and returns a differentiable function.
 
-    is_ours: True if the loss is the clipped loss over the mask with the given clip range; another loss is listed for orientation.
+    is_ours: True if the loss is the clipped loss over the mask with the given clip range; False: another loss,
+    listed for orientation.
     """
 
     name: str
@@ -163,7 +164,7 @@ def _liger_cross_entropy() -> Peer:
 def _liger_scaled_cross_entropy() -> Peer:
     """Return Liger's head for RL, with temperature and entropy.
 
-    On Hopper a CuTe kernel, which needs nvidia-cutlass-dsl; on other devices PyTorch, 512 rows at a time.
+    On Hopper it is a CuTe kernel, which needs nvidia-cutlass-dsl; on other devices it is PyTorch, with 512 rows at a time.
     """
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 

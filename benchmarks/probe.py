@@ -1,6 +1,6 @@
 """Measure the faults that the probe of a weight sync detects, and its false alarms, with Megatron and the real vLLM.
 
-    python benchmarks/probe.py                    # mutation x dtype x model: statistics, and what detects it (10 minutes)
+    python benchmarks/probe.py                    # each mutation x dtype x model: statistics, what detects it (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
@@ -73,7 +73,7 @@ class Row:
 
 
 class Pair:
-    """Learner and engine of one shape and dtype."""
+    """A learner and an engine with the same model shape and dtype."""
 
     def __init__(self, kind: str, layers: int, dtype: str, folder: Path) -> None:
         self.kind, self.layers, self.dtype, self._folder = kind, layers, dtype, folder
@@ -87,7 +87,7 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Return random weights: matrices and biases of this standard deviation, norms of 0.9 to 1.1, every fourth head sharp."""
+        """Return random weights: matrices and biases of this standard deviation, norms near 1; every fourth seed a sharp head."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -9,9 +9,9 @@ Prints:
 
     alone        sequential calls of `1 + 1`, which takes no time
     at once      all calls together, of a snippet that sleeps 0.2 s and prints, so it needs no processor
-    neighbours   32 honest calls at once, without and with 8 hostile calls that started earlier. These loop forever in several
-                 processes, or exhaust memory, output, files, threads or recursion
-    refill       ms per interpreter to replace the used interpreters between two rounds
+    neighbours   32 honest calls at once, without and with 8 hostile calls that started earlier. Hostile calls loop forever in
+                 several processes, or exhaust memory, output, files, threads or recursion
+    refill       milliseconds per interpreter that it takes to replace the used interpreters between two rounds
     load         load average of the machine at the start; other work affects every number
 
 For the calls at once, CPU time and voluntary context switches per call in this process are printed too; they depend less on other

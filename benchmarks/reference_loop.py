@@ -1,6 +1,6 @@
-"""Plain training loop to compare with: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
+"""Plain training loop with which ours is compared: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
-It is what a careful researcher would write first. It computes the same update as ours: the token-level policy gradient at ratio 1
+A careful researcher would write this loop first. It computes the same update as ours: the token-level policy gradient at ratio 1
 (one update per step), divided by the number of sampled tokens in the whole batch, with the gradient norm clipped to 1. With one
 adapter per agent, PEFT trains them in turn on the same base, because only one can be active in training.
 """

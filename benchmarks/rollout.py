@@ -2,7 +2,7 @@
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
     python benchmarks/rollout.py --overlap 1 [...]       # four stages; decoding does not wait until a stage is collected
-    python benchmarks/rollout.py --engines 2 [...]       # two engines, relative to one; each has one thread
+    python benchmarks/rollout.py --engines 2 [...]       # two engines relative to one engine; each has one thread
     python benchmarks/rollout.py --model /models/smollm2 --problems 8 --repeats 3 [...]    # a model's directory
     python benchmarks/rollout.py --engine local [...]    # our own engine, relative to bare vLLM
 

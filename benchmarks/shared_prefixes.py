@@ -1,14 +1,15 @@
-"""Time of a training step whose samples share prefixes, with each prefix computed once, over that of the flat batch.
+"""Compare a training step that computes each prefix that samples share once with a step of the flat batch.
 
     python benchmarks/shared_prefixes.py [--patterns thoughts group] [--micro-batch 4096] [--repeats 5] [--json FILE]
 
-One policy on one rank, with random weights and tokens; on a CPU one thread and process time. Both steps take turns; that their
-gradients have equal norms is checked first, so a wrong step prints no number. fed: tokens of all samples; once: tokens to compute
-(trainer.shared_prefixes=on), cuts into micro-batches included. Patterns:
+One policy with random weights trains on random tokens on one rank. On a CPU it has one thread, and time is process time. The
+two steps take turns. First their gradients' norms are compared, and if they differ, no number is printed. fed: tokens of all
+samples. once: tokens to compute (trainer.shared_prefixes=on), including prefixes that are repeated in several micro-batches.
+Patterns:
 
-    chain     a session of 8 turns that only appends: one sample, which shares nothing
-    thoughts  the same with thoughts that the client strips from earlier turns: a sample a turn
-    branches  4 branches of 2 turns behind 4 common turns
+    chain     a session of 8 turns that only appends, so it is one sample and shares nothing
+    thoughts  the same session, but the client strips thoughts from earlier turns, so each turn is a sample
+    branches  4 branches of 2 turns after 4 common turns
     group     8 answers to a prompt that is 30 % of each sample
     short     8 answers to a prompt that is 5 % of each sample
     brief     8 answers of 40 tokens to each of 8 prompts of 100
@@ -36,7 +37,7 @@ Sample = tuple[list[int], list[bool]]  # Tokens, and which of them the policy dr
 
 
 class Tokens:
-    """Random tokens, of prompts and tools or drawn by the policy."""
+    """Random tokens, which stand for those of prompts and tools, or for those that the policy draws."""
 
     def __init__(self, vocabulary: int) -> None:
         self._rng, self._vocabulary = np.random.default_rng(0), vocabulary

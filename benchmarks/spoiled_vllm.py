@@ -14,7 +14,7 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine
 
 
 class SpoiledVllm(VllmEngine):
-    """Engine whose layers compute differently between spoil("norm eps x 100") and mend(); their weights do not change."""
+    """Engine whose layers compute wrongly between spoil("norm eps x 100") and mend(); their weights do not change."""
 
     def __init__(self, model_dir: str, dtype: str) -> None:
         os.environ.update(vllm_environment(threads=1))

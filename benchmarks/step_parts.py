@@ -3,8 +3,9 @@
     python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # arguments of trainer/main.py
     python benchmarks/step_parts.py --config examples/real_team/run.yaml run.steps=2 run.evaluate=false
 
-Prints for each part, per step: calls, wall-clock seconds, and CPU seconds of its thread. If one part calls another, the seconds
-of the inner part count only for the inner part. The first publish (before the first step) and evaluations are left out.
+Prints, for each part and per step, the number of calls, wall-clock seconds, and CPU seconds of the part's thread. If one part
+calls another, the seconds of the inner part count only for the inner part. The first publish (before the first step) and
+evaluations are left out.
 
 Set rollout.engine=local and rollout.placement=local; engines in other processes are not measured. torch uses one thread, so the
 thread's CPU seconds are complete. On a shared machine CPU seconds are reliable, but wall-clock seconds are not. The table is

@@ -107,7 +107,7 @@ def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
 def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: AdapterConfig | None = None) -> float:
     """Return the FLOPs of one forward and backward over these sequences, without recomputation or padding:
 
-    6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
+    6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward and 8 backward] + 6 H V sampled
 
     With an adapter, frozen weights count 4 instead of 6, and 6 T P_adapter,active is added.
     """

@@ -30,7 +30,7 @@ ADAPTER_VARIANTS = (OURS, WHOLE, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """Program to compare. step(): trains once, returns the gradient norm (over all adapters). trained: the sequences trained."""
+    """Program to compare. step(): trains once, returns the gradient norm (over all adapters). trained: its trained sequences."""
 
     step: Callable[[], float]
     close: Callable[[], None]

@@ -51,8 +51,8 @@ def interleave(
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
     """Time each variant once per round, in rotating order; return (seconds per round by name, reasons against failed variants).
 
-    Drift of clocks and other load thus affect all variants alike, and cancel in their ratio. The first round is a warm-up. After
-    budget_s of wall time no new round starts, if three are done.
+    Drift of clocks and other load thus affect all variants alike, and cancel in their ratio. The first round is a warm-up. Once
+    three rounds are done, no new round starts after budget_s of wall time.
     """
     seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}

@@ -8,7 +8,7 @@
     python benchmarks/train_step.py --adapter                           # adapters of four agents on one base
     python benchmarks/train_step.py --adapter attention experts         # these targets alone
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
-    python benchmarks/train_step.py --parts [RECOMPUTE ...] --micro-batch 16384   # instead: ours alone, by part
+    python benchmarks/train_step.py --parts [RECOMPUTE ...] --micro-batch 16384   # only ours, split into parts
 
 Ours packs sequences, leaves out groups whose rewards are all equal, and uses the fused head (no full logits). All variants
 compute the same update: gradient norms are compared first, and a wrong step prints no number. With --adapter, ours puts all
@@ -20,8 +20,8 @@ tokens/s   all non-padding tokens of the given batch / seconds of the step, also
            Seconds are process time with one rank on a CPU, and wall-clock time with several ranks or on a GPU.
 memory     peak during the step beyond the memory held once model and optimizer exist; the maximum over ranks. On a CPU this
            is the process's resident memory, on a GPU torch's allocations.
-MFU        FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak. The peak
-           is the data sheet's bf16 rate of a known GPU; on a CPU, that of a large float32 product in the same process.
+MFU        FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak FLOP/s. The
+           peak is the data sheet's bf16 rate of a known GPU; on a CPU, the rate of a large float32 product in the same process.
 
 --parts splits a step of ours on one rank, for each value of policies.<name>.recompute, into forward passes (the head's FLOPs,
 whose gradients are computed there, and a third of the others), backward passes with their recomputation, the optimizer, and the

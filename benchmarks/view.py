@@ -1,4 +1,4 @@
-"""Measure how long `marsrl view` takes to read and to filter a run of 1 M samples.
+"""Measure how long `marsrl view` takes to read a run of a million samples, and to filter it.
 
     python benchmarks/view.py [--samples 1000000] [--folder DIR] [--json FILE]
 

@@ -15,9 +15,9 @@ is the bytes that it must move divided by the memory bandwidth. Bytes moved per 
     nccl  pack 2, into the kernel 2, out of it 2, copy to the tensor 2, checksums 2 (gloo; NVLink moves it once)   = 10
     delta pack 2, compare 2, store what was sent 2, checksums 2, and 6 per byte sent                               = 8 +
 
-delta is nccl's twin with sync.delta; --changed is the share of parameters that changed since the previous publish. --mib 0 has
-18,867 tiny tensors, so its time is host time per tensor of the checkpoint, on the CPUs of both processes. `ratio:` is the share
-of the bound by shm at the largest size. The extrapolation to 61 GB is proportional to bytes and was not measured.
+delta is nccl's twin with sync.delta; --changed is the share of parameters that changed since the previous publish. With --mib 0
+there are 18,867 tiny tensors, so the measured time is host time per tensor of the checkpoint, on both processes' CPUs. `ratio:`
+is the share of the bound by shm at the largest size. The extrapolation to 61 GB is proportional to bytes and was not measured.
 """
 
 from __future__ import annotations

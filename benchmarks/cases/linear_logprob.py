@@ -36,7 +36,7 @@ def _build(shape: Shape) -> Bench:
     judge_them = partial(head.judge, inputs, objective)
     if shape.note == NO_GRADIENT:
         return Bench(variants, judge_them, flops, head.head_bytes(inputs) - head.result_bytes(inputs), 0)
-    # Besides dX and dW, logits are computed twice, because their gradient is known only after the forward.
+    # Besides the products for dX and dW, logits are computed twice, because their gradient is known only after the forward.
     return Bench(variants, judge_them, 4 * flops, head.head_bytes(inputs), head.result_bytes(inputs))
 
 
@@ -68,7 +68,7 @@ def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 def _run(inputs: HeadInputs, objective: Objective, call: LogprobFunction) -> Results:
     results = head.through_logprobs(inputs, objective, call)
     del results["value"]
-    # Without the entropy, dX and dW are gradients of another scalar, so they are not comparable.
+    # A peer without entropy differentiates another scalar, so its dX and dW cannot be compared.
     return results if "entropy" in results else {"logprobs": results["logprobs"]}
 
 

@@ -17,8 +17,8 @@ EPS = 1e-6
 def _shapes(device: str, quick: bool) -> list[Shape]:
     """Return shapes.
 
-    hidden: width N of a row. heads: number of heads per key head in the projection of which the rows are a slice; 0: rows are
-    contiguous. note: "rotated" if rows are also rotated by the angles of their token.
+    hidden: width N of a row. heads: if the rows are a slice of a fused projection, its number of heads per key head; 0: rows
+    are contiguous. note: "rotated" if rows are also rotated by the angles of their token.
     """
     if quick:
         return [Shape(device, tokens=64, hidden=32, heads=5), Shape(device, tokens=64, hidden=33)]

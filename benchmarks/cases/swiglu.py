@@ -1,4 +1,4 @@
-"""swiglu: the activation of experts with the router's weights, and of a dense layer without; forward and backward."""
+"""swiglu: the activation of experts, with the router's weights, and of dense layers, without weights; forward and backward."""
 
 from __future__ import annotations
 

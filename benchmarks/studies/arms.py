@@ -1,4 +1,4 @@
-"""Trainings behind docs/evidence.md: arms that differ in one choice, and their metrics. evidence.py runs them.
+"""Trainings (arms) behind docs/evidence.md, which differ in one choice each, and their metrics. evidence.py runs them.
 
 marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
 drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
@@ -136,7 +136,7 @@ FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "train
 """Teams to evaluate, in the study `foreign`. The Solver is the team's own, the warm start of another seed, or one of another kind
 (another shape, tutor and mistakes). Verifier and Corrector are those of the seed before training ("untrained") or after training.
 """
-# A model of 107,456 instead of 568,416 parameters. It makes mistakes mostly at + and -, the team's own tutors mostly at *.
+# A model of 107,456 instead of 568,416 parameters. It errs mostly at + and -, whereas the team's own tutors err mostly at *.
 OTHER_KIND = (
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",

@@ -137,7 +137,7 @@ class Runner:
         for job in jobs:
             whole_job = Job("marsrl", "whole", job.seed)
             if job.study == "foreign" and whole_job not in trainings and not (self.runs / whole_job.name).exists():
-                trainings.append(whole_job)  # its run is on another machine, or deleted
+                trainings.append(whole_job)  # the run of the arm `whole` is on another machine, or was deleted
         self._at_once(partial(self.train, job) for job in trainings)
         self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 

@@ -45,7 +45,7 @@ Results = Mapping[tuple[str, str, int], Result]
 class Claim:
     """Table of a section. groups: arms to compare; each arm of a group is compared with the first one.
 
-    columns: {number of a result: heading}; the first `num_compared` ones show intervals over seeds, and are compared.
+    columns: {name of a result's number: heading}; the first `num_compared` columns show intervals over seeds, and are compared.
     at_tokens, at_step_seconds: columns with the team's accuracy when the arm had spent as many tokens, or seconds of steps, as
     the seed's cheapest arm spends in total.
     """

@@ -1,4 +1,4 @@
-"""Training of a tiny policy in a small game whose values are computed exactly; kuhn.py and toll.py are the games.
+"""Train a tiny policy in a small game whose values can be computed exactly. The games are kuhn.py and toll.py.
 
 A policy starts as a random model that has imitated the game's demonstrations. Its checkpoints are scored with transformers.
 """
@@ -19,7 +19,7 @@ from typing import Any
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 Chat = list[dict[str, str]]
 Measured = tuple[dict[str, float], dict[str, list[float | None]]]
-"""Numbers of a training, and curves over its checkpoints, which begin with the value of the initial model."""
+"""Numbers of a training, and curves over its checkpoints; each curve begins with the initial model's value."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ Columns:
 
     fed       tokens that the trainer computes: all tokens of samples with a reward
     once      the same tokens, with a prefix that several samples of a session share counted once
-    trained   sampled tokens with a gradient, and all sampled tokens
-    credit    advantages of the samples of the first session, and of the second
-    why       reason why the first sample that does not continue an earlier one is a new sample
+    trained   number of sampled tokens with a gradient, of all sampled tokens
+    credit    advantages of the first session's samples, then of the second session's
+    why       the reason for the first sample that does not continue an earlier one
 
 If a call is cut off and repeated, either of the two may extend the sample, which differs between runs.
 """
@@ -121,7 +121,7 @@ def last_three_turns(problem: Any, client: Any) -> None:
 
 
 def edited(problem: Any, client: Any, edit: Callable[[str], str]) -> None:
-    """Return a pattern in which earlier answers come back edited."""
+    """Earlier answers come back edited by `edit`."""
     chat = begin(problem)
     for turn in range(TURNS):
         message = client.chat("solver", chat).message

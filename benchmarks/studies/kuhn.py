@@ -1,4 +1,4 @@
-"""Measure exactly how far a policy that learns Kuhn poker in self-play is from an equilibrium.
+"""Train a policy on Kuhn poker in self-play, and compute exactly how far it is from an equilibrium.
 
     python benchmarks/studies/kuhn.py --folder runs/kuhn                       # 4 arms, 5 seeds, 80 steps each
     python benchmarks/studies/kuhn.py run.steps=3 --folder /tmp/kuhn --arms none anchor --seeds 0
@@ -80,7 +80,7 @@ class Deals(OwnTask):
 
 
 class Kuhn:
-    """Environment of the players first and second. A turn is one token; a token that is not a move loses 2."""
+    """Environment of the players first and second. A turn is one token. A player whose token is not a move loses 2."""
 
     max_tokens = 1
 

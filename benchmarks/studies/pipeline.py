@@ -6,11 +6,11 @@ The project's player runs with simulated engines on a virtual clock (simulation/
 64 engines and 512 problems. The constants are printed first; one parameter is fitted.
 
     --sensitivities   also 2 and 8 segments, rollout.overlap, and other numbers of engines and of problems: four times the work
-    --full            the sensitivities with 4,096 problems too: twice their work
+    --full            the sensitivities, and also 4,096 problems: twice the work of --sensitivities
     --scale N         1/N of the engines and problems: less time, and more noise
     --picture         idle engines by segments, as PNG; needs matplotlib (pip install matplotlib)
 
-`ratio:` is the time per trained sample of trajectory with 1 segment, divided by that of agentic with 4.
+`ratio:` is the time per trained sample of the trajectory pipeline with 1 segment, divided by that of the agentic one with 4.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/studies/toll.py --folder runs/toll                       # 4 arms, 5 seeds, 16 steps each
     python benchmarks/studies/toll.py run.steps=3 --folder /tmp/toll --arms none turns --seeds 0
 
-A question has two digits, one of which, unknown to the policy, is the answer. A turn is one token. A digit ends the session, and
-the right digit earns 1. "?" costs 0.1, and is followed by a hint: the answer. The fourth "?" ends the session. Without hints a
-session returns 0.5 at best; with one, 0.9. The policy starts as a small random model that has imitated asking for a hint in a
-third of the sessions; it often ignores the hint.
+A question has two digits. One of them is the answer; the policy does not know which. A turn is one token. A digit ends the
+session, and the right digit earns 1. "?" costs 0.1, and is followed by a hint: the answer. The fourth "?" ends the session.
+Without hints a session returns 0.5 at best; with one, 0.9. The policy starts as a small random model that has imitated asking
+for a hint in a third of the sessions; it often ignores the hint.
 
 Expected return and number of hints are computed exactly for held-out questions, from the policy's probabilities of "?" and of the
 answer at each turn. The variance of an arm's advantages is divided by the variance of the advantages that the arm `none` would

@@ -1,4 +1,4 @@
-"""Compute the exact bias of estimators of credit by turn on a toy of two turns, by enumerating all outcomes of a group.
+"""Compute the exact bias of estimators of credit by turn in a toy game of two turns, by enumerating all outcomes of a group.
 
     python benchmarks/studies/turn_credit.py
 

@@ -21,7 +21,7 @@ RULES = f"I think of a whole number from 1 to {LARGEST}. Guess it in {MOST} turn
 
 
 class Games(OwnTask):
-    """Twenty games for each training number, and seven for each evaluation number; the environment gives the reward."""
+    """Task with twenty games for each number to train on, and seven to evaluate on; the environment gives the reward."""
 
     def problems(self):
         return [(f"game {i}", str(i % LARGEST + 1)) for i in range(20 * LARGEST)]

@@ -1,4 +1,4 @@
-"""Your own task and tool: lengths to convert, and a function that converts them, which the Solver may call."""
+"""Your own task and tool: lengths to convert, and a function that the Solver may call to convert them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""A critic without its own answer: its reward is the result of its critique."""
+"""A critic that gives no answer itself: its reward is the result of its critique."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role

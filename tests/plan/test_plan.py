@@ -303,7 +303,7 @@ def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
 
 
 def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
-    """While engines decode, the GPU holds only their memory, the host holds the learner's, and copying between them takes time."""
+    """While engines decode, the GPU holds only their memory and the host holds the learner's; copying between them takes time."""
     half = "rollout.vllm.gpu_memory_utilization=0.5"
     awake, asleep = (planned("single_gpu_colocated", 1, f"trainer.sleep={each}", half) for each in ("false", "true"))
     before, after = (plan.policies[0].configured for plan in (awake, asleep))

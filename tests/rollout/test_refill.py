@@ -1,4 +1,4 @@
-"""A step adds problems for groups with equal rewards (without spread), and their problems rest. Completions are scripted letters."""
+"""A step adds problems for groups with equal rewards (without spread), whose problems rest. Completions are scripted letters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
 
 Script = Callable[[DecodeRequest], list[int]]
-TEAMS = {"agentic": "solver", "trajectory": None}  # {pipeline: agent whose groups are counted; None: all groups of an instance}
+TEAMS = {
+    "agentic": "solver",
+    "trajectory": None,
+}  # {pipeline: agent whose groups are counted; None: all groups of an instance}
 
 
 def spread_of(groups: Sequence[Group]) -> Spread:

@@ -51,7 +51,7 @@ def call(id: str, text: object = "a", tool: str = "echo") -> ToolCall:
 
 
 def answers(pool: ToolPool, calls: Sequence[ToolCall]) -> dict[str, ToolOutput]:
-    """Return the answers by id, of calls made at once."""
+    """Make the calls at the same time, and return their answers by call id."""
     futures = {each.id: pool.submit(each) for each in calls}
     return {id: future.result(SOON_S) for id, future in futures.items()}
 
@@ -185,7 +185,7 @@ def test_a_tool_that_gives_up_at_its_limit_counts_as_late() -> None:
 
 
 def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> None:
-    """Make calls with this text in turn, until an answer matches."""
+    """Repeat a call with this text until its answer matches."""
     end = time.monotonic() + SOON_S
     while not holds(output := answers(pool, [call("again", text)])["again"]):
         assert time.monotonic() < end, output
@@ -196,10 +196,10 @@ def test_a_hung_tool_recovers_and_its_threads_are_bounded() -> None:
     gate, before = threading.Event(), threading.active_count()
     with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=0.05) as pool:
         assert answers(pool, [call("slow", "hang")])["slow"].is_error
-        until(pool, "a", lambda output: output == ToolOutput("well"))  # a process that is paused for long would be late
+        until(pool, "a", lambda output: output == ToolOutput("well"))  # a pause of this process makes calls late
         assert all(output.is_error for output in answers(pool, [call(f"slow{i}", "hang") for i in range(40)]).values())
         until(pool, "hang", lambda output: "calls of it hang" in output.text)
-        assert threading.active_count() - before <= 6  # 2 that hang, and at most 2 more with their timers
+        assert threading.active_count() - before <= 6  # two threads hang, and at most two more exist, each with a timer
         gate.set()  # the tool is up again: hung threads end, and calls are answered as before
         until(pool, "a", lambda output: output == ToolOutput("well"))
 
@@ -212,7 +212,7 @@ def test_the_same_call_while_it_runs_is_one_run() -> None:
         gate.set()
         outputs = [future.result(SOON_S) for future in futures]
         assert set(outputs) == {ToolOutput("True")}
-        assert sum(output.seconds > 0 for output in outputs) == 1  # nine cost nothing
+        assert sum(output.seconds > 0 for output in outputs) == 1  # the other nine calls took no time of the tool
         assert len(tool.seen) == 1 and pool.take_counts()["tools/echo/cached"] == 9
 
 

@@ -98,7 +98,7 @@ def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> No
 
 
 def test_packages_can_be_imported_and_are_loaded_ahead() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # others cannot open tmp_path, and the guest is another user
+    with tempfile.TemporaryDirectory() as folder:  # the sandbox runs as another user, who cannot open tmp_path
         Path(folder).chmod(0o755)
         (Path(folder) / "own_package.py").write_text("value = 'mine'")
         config = CONFIG.model_copy(update={"packages": folder, "preload": ["own_package"], "warm": 1})
@@ -216,7 +216,7 @@ def test_a_kernel_that_forbids_namespaces_is_named_with_a_fix(
     file.write_text("2\n")
     with pytest.raises(ValueError, match="cannot create a complete sandbox here") as error:
         PythonInterpreter(CONFIG)
-    assert "sysctl" not in str(error.value)  # a kernel setting is not the obstacle here
+    assert "sysctl" not in str(error.value)  # no kernel setting is the cause here
 
 
 def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +284,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture(scope="module")
 def outputs(host: Host) -> Iterator[Mapping[str, Future[ToolOutput]]]:
-    """Return the outputs of all snippets, run side by side; every fourth call is honest."""
+    """Run all snippets at the same time and yield their outputs. After every fourth snippet, an honest call follows."""
     pool = ToolPool({"python": PythonInterpreter(TIGHT)}, {"python": TIGHT})
     futures: dict[str, Future[ToolOutput]] = {}
     for number, snippet in enumerate(SNIPPETS):

@@ -45,8 +45,8 @@ def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
         ("CAFE", ["cafe"]),
         ("cafe\u0301", ["cafe"]),
         ("नमस्ते", ["cafe"]),
-        ("the who", ["the"]),  # "who" is a word, and "the" is left out beside it
-        ("with", []),  # a stop word alone is searched
+        ("the who", ["the"]),  # "the" is left out because "who" remains
+        ("with", []),  # if a query is only a stop word, that word is searched
         ("Peru" * 10_000, []),
     ],
 )

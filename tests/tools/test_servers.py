@@ -1,6 +1,6 @@
-"""Tools that query a server, and our retrieval server: replies are not trusted, and a key is only in the request.
+"""Tools that query a server, and our retrieval server: replies are not trusted, and only the request contains the key.
 
-Retries, refusals, redirects and silence are tested for http_line.HttpLine (tests/engines/test_openai_engine.py).
+tests/engines/test_openai_engine.py tests retries, refusals, redirects and silence for http_line.HttpLine.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We dr
         *((tool, found, "No documents match.") for tool, found in (
             ("http", {"result": [[]]}), ("search", {"error": NOTHING}), ("search", {"organic_results": []}),
             ("search", {"search_metadata": DONE, "error": NOTHING}),
-            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # Google showed nothing else
+            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # Google's reply has nothing else
         )),
     ],
 )  # fmt: skip
@@ -163,7 +163,7 @@ def escaped(text: str) -> str:
 @pytest.mark.parametrize(
     ("status", "body"),
     [
-        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # a message is cut in the middle of the key
+        (401, f'{{"error": "{"x" * 182}{KEY}"}}'),  # the message is cut in the middle of the key
         (500, f"GET /search.json?q=x&api_key={KEY.replace('+', '%2B').replace('/', '%2F').replace('=', '%3D')}"),
         (200, json.dumps({"organic_results": [PAGE | {"title": KEY, "link": f"https://h/?k={KEY}", "snippet": KEY}]})),
         (200, f'{{"organic_results": [{{"title": "{escaped(KEY)}"}}]}}'),
@@ -258,7 +258,7 @@ def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     assert [[hit["document"]["id"] for hit in each] for each in result] == [["peru", "lima"], ["lima"], []]
     assert result[1][0]["document"] == {"id": "lima", "contents": '"Lima"\nThe capital of Peru.'}
     assert result[0][0]["score"] > result[0][1]["score"] > 0
-    # Dr. MAS's form, without scores.
+    # Requests of Dr. MAS ask for no scores.
     asked = {"query": "andes", "topk": None, "unknown": 1}
     # The server's own top_k is 1.
     assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]

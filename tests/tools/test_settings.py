@@ -1,4 +1,4 @@
-"""Invalid tools are refused before anything starts; `marsrl tool` calls one with a run's settings."""
+"""Wrong settings of tools are refused before anything starts; `marsrl tool` calls a tool with a run's settings."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     asked = '{"queries": ["oslo", "lima"]}'
     status, shown, _ = tool(capsys, "search", asked, corpus, "tools.search.max_output_chars=99")
     assert status == 0 and "of 5,019 characters]\nDoc 2(Title: Lima)" in shown and shown.endswith(" 2 parts, cut\n")
-    status, shown, _ = tool(capsys, "search", "[1]", corpus)  # JSON, but no object: a text
+    status, shown, _ = tool(capsys, "search", "[1]", corpus)  # JSON that is not an object is read as text
     assert status == 0 and shown.startswith("No documents match.\n# ") and shown.endswith(" s, whole\n")
 
 

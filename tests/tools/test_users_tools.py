@@ -149,7 +149,7 @@ def test_a_hung_function_is_killed_and_the_next_call_answered(file: Path) -> Non
     with pool_of(**of_file(file, "misbehave"), concurrency=1, timeout_s=3) as pool:
         assert (
             ask(pool, how="hang").text == "error: own did not answer within 3 s"
-        )  # pool and tool have the same timeout
+        )  # the pool's timeout equals the tool's
         assert pool.take_counts()["tools/own/timeouts"] == 1
         deadline = time.monotonic() + SOON_S
         while (output := ask(pool, how="well")).is_error and time.monotonic() < deadline:
@@ -243,7 +243,7 @@ def test_structured_content_is_shown_unless_a_text_says_it() -> None:
     with pool_of(kind="mcp", command=STDIO) as pool:
         for kind, text in expected.items():
             assert call(pool, "give", kind=kind) == ToolOutput(text, is_error=kind == "failed")
-        # Values that are no objects come wrapped, and are not shown twice.
+        # A server wraps values that are not objects, and also sends them as text; they are shown once.
         assert call(pool, "cities", names=["Lima", "3", "a b"]) == ToolOutput("Lima\n3\na b")
         assert call(pool, "cities", names=["Lima"]) == ToolOutput("Lima")
         assert call(pool, "cities", names=[]) == ToolOutput('{"result":[]}')
@@ -267,7 +267,7 @@ def test_a_long_answer_is_dropped_and_an_ended_command_restarts() -> None:
 def test_a_lost_http_server_costs_calls_and_comes_back() -> None:
     with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url) as pool:
         assert call(pool, "die").is_error
-        assert call(pool, "greet").is_error  # no server is there
+        assert call(pool, "greet").is_error  # the server has ended
         with mcp_server.http_server(port):
             outputs = [call(pool, "greet") for _ in range(2)]
             assert outputs[-1] == ToolOutput("hello world")

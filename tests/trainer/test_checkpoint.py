@@ -1,5 +1,5 @@
-"""Checkpoints of a learner whose weights are a file with a word: complete or absent, kept or removed; the list of their files;
-and how a failed run says to continue.
+"""Checkpoints of a learner whose weights are a file with a word. They are complete or absent; which ones are kept; their list of
+files; and how the message of a failed run says to continue.
 
 tests/megatron/test_checkpoint.py tests real weights, damage, pointers and full disks.
 """
@@ -82,7 +82,7 @@ def save(saves: CheckpointWriter, *steps: int, word: str = "") -> None:
 
 
 def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
-    """Return (step, the weights, messages)."""
+    """Load a checkpoint into a new learner; return (step, its weights, messages)."""
     learner, said = WordLearner(), list[str]()
     restored = load_checkpoint(run, {"main": learner}, resume, said.append)  # type: ignore[dict-item]
     step = restored.step if restored else 0
@@ -91,7 +91,7 @@ def load(run: RunDirectory, resume: Any = "auto") -> tuple[int, str, list[str]]:
 
 
 def killed_at(moment: str, save: Callable[[], object]) -> None:
-    """Run in a process that is killed at the first event of this name that Python's audit hooks report."""
+    """Call `save` in a process that is killed at the first audit event of Python with the name `moment`."""
 
     def struck() -> None:
         sys.addaudithook(lambda event, _: os.kill(os.getpid(), signal.SIGKILL) if event == moment else None)
@@ -155,7 +155,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
 
 
 def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory) -> None:
-    """With one checkpoint, the process was killed before it wrote `latest`; with several, `latest` was removed."""
+    """If there is one checkpoint, the process was killed before it wrote `latest`; if there are several, a user removed it."""
 
     def killed() -> None:
         RunDirectory.mark_latest = lambda *_: sys.audit("latest")  # type: ignore[method-assign]
@@ -164,7 +164,7 @@ def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory)
     killed_at("latest", killed)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_4"]
     assert load(run) == (4, "w4", [])
-    assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill during the next save does not matter
+    assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so a kill during the next save loses nothing
     save(writer(run), 8)
     (run.checkpoints / "latest").unlink()
     with pytest.raises(RuntimeError, match="is missing, but there is step_4, step_8; the newest intact one is step_8"):
@@ -343,7 +343,7 @@ def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
         *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
     ]
     assert damage(folder) == found and missing_or_cut(folder) == found[1]
-    # Two ranks share the files; the first looks for unknown ones.
+    # Two ranks check half of the files each; the first also looks for unknown files.
     assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
     (folder / "a").unlink()
     (folder / "a").mkdir()

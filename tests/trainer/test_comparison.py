@@ -1,4 +1,4 @@
-"""A weight sync's comparison of made-up log-probs, and the rounding noise that it needs."""
+"""How a weight sync compares log-probs, here made-up ones, and which rounding noise it allows for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINER = TrainerScores(list(OURS), list(OURS + NOISE))
 
 
 def engine(scale: float, seed: int = 0) -> np.ndarray:
-    """Return log-probs of another program, `scale` times as far away as the trainer's own rounding errors."""
+    """Return an engine's log-probs, which differ from the trainer's by `scale` times the trainer's rounding errors."""
     return OURS + np.random.default_rng(seed).normal(0, 0.01 * scale, SHAPE).astype(np.float32)
 
 
@@ -37,7 +37,7 @@ def test_rounding_passes_and_reports_its_largest_difference() -> None:
 def refusal(
     engines: list[np.ndarray], *, trainer: TrainerScores = TRAINER, comparison: EngineComparison | None = None
 ) -> str:
-    """Return the error of version 2 in its first comparison, or after the given ones."""
+    """Return the error when version 2 is compared, first of all versions or after those of `comparison`."""
     with pytest.raises(RuntimeError) as raised:
         (comparison or EngineComparison()).compare(trainer, engines, 2)
     return str(raised.value)
@@ -56,7 +56,7 @@ def test_a_median_beyond_rounding_names_bound_engine_and_token() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "fails", "says"),
-    [  # shares of changed tokens: an eighth and a quarter (as routers can change them); half of the last tokens, and one more
+    [  # changed tokens: an eighth pass and a quarter fail, as if routers differed; half of the last tokens pass, one more fails
         (np.s_[:, :5], np.s_[:, :10], r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"),
         (np.s_[:8, -1], np.s_[:9, -1], "9 of the 16 last tokens, .* prefix cache, differ by more than"),
     ],
@@ -78,7 +78,7 @@ def test_later_versions_are_judged_by_the_first_comparison() -> None:
     near.compare(TRAINER, [engine(1.6)], 1)  # the bound is never below the rounding error
     assert "(2 x" in refusal([engine(2.4)], comparison=near)
     EngineComparison().compare(TRAINER, [engine(2.4)], 2)
-    exact = TrainerScores(list(OURS), list(OURS))  # without noise: float32's resolution
+    exact = TrainerScores(list(OURS), list(OURS))  # without noise, float32's resolution counts
     EngineComparison().compare(exact, [OURS + np.float32(1e-6)], 0)
     assert "median" in refusal([OURS + np.float32(1e-5)], trainer=exact)
 

@@ -1,4 +1,4 @@
-"""`marsrl config`, `init --from-run`, `completion`, `--help`; exit codes of commands in an unsuitable environment."""
+"""`marsrl config`, `init --from-run`, `completion` and `--help`; exit codes of commands in an unsuitable environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preset, file and arguments: inheritance, reloading of saved configs, and locations of keys in errors."""
+"""Presets, files and arguments: which value wins, how saved configs are loaded, and how errors locate keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_file_has_the_defaults_of_its_task_where_it_is_silent(
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_presets_state_what_they_do_not_take_from_their_task(preset: str) -> None:
-    """A preset is the same by name and by file, and builds on its task's preset or the preset that it names, never on itself."""
+    """A preset gives the same config by name and as a file. It extends its task's preset or the one that it names, not itself."""
     config, origin = read_config(preset)
     assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
     own = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
@@ -118,7 +118,7 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
 
 @pytest.mark.parametrize("by_word", [True, False])
 def test_a_presets_policies_without_agents_are_left_out(by_word: bool) -> None:
-    """This also holds for a preset that --config names, so that one argument gives both agents one policy."""
+    """Also with a preset that --config names, so a single argument is enough to give both agents one policy."""
     name = "cpu_solver_verifier"
 
     def policies(*words: str) -> list[str]:
@@ -228,7 +228,7 @@ def test_paths_are_relative_to_the_file_or_working_directory(tmp_path: Path) -> 
     assert config.agents["solver"].prompt == f"{there}/words.yaml"
     main, hub = config.policies["main"], config.policies["hub"]
     assert (main.model, main.reference) == (f"{there}/models/one", "start")
-    # Nothing is there, so it may be a hub's name.
+    # There is no such folder, so this may be a name on the Hugging Face hub.
     assert (hub.model, hub.reference) == ("Qwen/Qwen3-0.6B", f"{there}/models/two")
     assert hub.adapter is not None and hub.adapter.start == f"{there}/peft"
     words = ["data.train=c.jsonl", "data.eval=[d.jsonl, {path: e.jsonl}]"]

@@ -1,4 +1,4 @@
-"""Credit of groups computed by hand."""
+"""Credit of groups equals results computed by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_equal_rewards_train_nothing_but_count_in_denominators() -> None:
 
 
 def trajectories(*rewards: list[float], instance: str = "0") -> list[Group]:
-    """Return a Solver's and a Verifier's group of calls, of trajectories solver -> verifier -> solver ... with these rewards."""
+    """Return the Solver's and the Verifier's group of trajectories solver -> verifier -> solver ..., given by their rewards."""
     calls: dict[str, list[Sample]] = {"solver": [], "verifier1": []}
     for episode, each in enumerate(rewards):
         for place, reward in enumerate(each):
@@ -69,7 +69,7 @@ SHARED = {"solver": AgentConfig(), "verifier1": AgentConfig()}
 def test_the_published_baseline_counts_each_trajectory_once(
     normalise: Any, std: Any, right: float, wrong: float
 ) -> None:
-    """Dr. MAS's math team: 6 trajectories of 2 calls, whose solution was approved, and 2 of 3 calls, which solved again."""
+    """Dr. MAS's math team: 6 trajectories of 2 calls (solution, approval), 2 of 3 calls (solution, rejection, new solution)."""
     groups = trajectories(*[[1, 1]] * 6, *[[0, 0, 0]] * 2)
     found = credit(groups, CreditConfig(normalise=normalise, std=std), SHARED).advantages
     assert len(found) == 6 * 2 + 2 * 3
@@ -94,7 +94,7 @@ def test_std_none_refuses_a_std_of_other_samples(normalise: Any, same: str) -> N
 
 
 def test_a_step_compares_an_agents_samples_of_all_problems() -> None:
-    """One sample a problem; the other agent's rewards, and a missing one, do not enter."""
+    """Each problem has one sample. The mean leaves out rewards of the other agent, and missing rewards."""
     groups = [group("0/solver", [1]), group("1/solver", [0]), group("2/solver", [0.5]), group("3/solver", [math.nan])]
     groups += [group("0/verifier1", [7], agent="verifier1"), group("1/verifier1", [7], agent="verifier1")]
     found = credit(groups, CreditConfig(normalise="step", std="none"), SHARED).advantages
@@ -114,8 +114,8 @@ def test_a_step_counts_a_session_once_and_not_its_own_reward() -> None:
 
 
 def test_calls_of_a_trajectory_share_one_advantage() -> None:
-    # Mean rewards of the trajectories: 1, 1/2, 0 (of the only known reward), and unknown. The second problem's are a separate
-    # set.
+    # Mean rewards of the trajectories: 1, 1/2, 0 (its only known reward), and unknown. The second problem's trajectories are a
+    # separate set.
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
     groups += trajectories([5, 5], [5, 5], instance="1")
     credited = credit(groups, CreditConfig(normalise="trajectory"), SHARED)
@@ -128,7 +128,7 @@ def test_calls_of_a_trajectory_share_one_advantage() -> None:
 
 
 def of_sessions(*rewards: list[float], agent: str = "solver", program: bool = True) -> Group:
-    """Return an agent's samples in one problem's sessions, with these rewards. program: False: of a native team."""
+    """Return an agent's samples in one problem's sessions, with these rewards. program: False for a native team's."""
     turns = (Turn(1, 0, 3, Finish.STOP),) if program else ()
     samples = (
         sample(f"0.{i}/{agent}#{j}:0", r, agent=agent, rollout_id="0", group_id=f"0/{agent}", turns=turns)
@@ -143,7 +143,7 @@ NORMALISE = ("group", "agent", "agent_mean", "agent_std", "global")
 
 @pytest.mark.parametrize("normalise", NORMALISE)
 def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> None:
-    """Such sessions arise if a summary replaces the history after each of three turns."""
+    """A session has several samples if, for example, a summary replaces the history after each turn."""
     rules, groups = CreditConfig(normalise=normalise), [of_sessions([1, 1, 1, 1], [0])]
     groups.append(of_sessions([0], [1, 1, 1], agent="verifier1"))
     credited = credit(groups, rules, SHARED)
@@ -205,7 +205,7 @@ def test_answering_and_trained_agents_do_not_change_comparisons() -> None:
     rules = CreditConfig(normalise="global")
     expected = credit(groups, rules, SHARED)
     found = credit(groups, rules, two)
-    parts = [found.of([name]) for name in two]  # split by policy, as in the loop
+    parts = [found.of([name]) for name in two]  # split by policy, as the training loop splits it
     assert {uid: a for part in parts for uid, a in part.advantages.items()} == expected.advantages
     assert sorted(s.uid for part in parts for s in part.sequences) == sorted(s.uid for s in expected.sequences)
     assert [part.num_tokens for part in parts] == [18, 12] and expected.num_tokens == 30
@@ -225,7 +225,7 @@ def test_an_outcome_is_shared_across_policies_and_training() -> None:
     ]
     agents = {"solver": AgentConfig(), "verifier1": AgentConfig(policy="b"), "corrector1": AgentConfig(policy="c")}
     rules = CreditConfig(reward_scheme="outcome", train_agents=("solver", "verifier1"), normalise="global")
-    # Corrected: solver:0 counts 1, as do report and correction; solver:2 is the one failure of five.
+    # solver:0 was corrected, so it counts 1, as do its report and correction; solver:2 is the only failure of five.
     credited = credit(ended(groups, 1, 1, 0, 1, 1), rules, agents)
     assert credited.advantages == pytest.approx(
         {"0/solver:0": 0.5, "0/solver:1": 0.5, "0/solver:2": -2.0, "v:0": 0.5}, rel=1e-4
@@ -250,7 +250,7 @@ def test_positive_means_success_before_penalties_above_baseline() -> None:
 
 
 def test_a_right_verdict_with_a_failed_outcome_is_not_positive() -> None:
-    # One finds the error, which stays; one is a false alarm, which is repaired.
+    # The first verdict finds the error, but the error stays; the second is a false alarm, but the result is right.
     groups = ended([group("v", [1, 0], "verifier1")], 0, 1)
     for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
         credited = credit(groups, CreditConfig.model_validate({"reward_scheme": scheme}), AGENTS)
@@ -288,7 +288,7 @@ def test_variance_inflation_by_hand() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/solver:0/verifier1", [1, 1, 1, 1], "verifier1")]
     # All: mean 3/4, var 3/16; solver: var 1/4, mean 1/2 -> (1/4 + 1/16) / (3/16) = 5/3; verifier: (1/4)^2 / (3/16) = 1/3.
     assert variance_inflation(groups) == pytest.approx({"solver": 5 / 3, "verifier1": 1 / 3})
-    # An easy and a hard prompt: their means differ, which is no difference between agents.
+    # An easy and a hard prompt: their different means must not count as a difference between agents.
     other = [group("1/solver", [0, 0, 1, math.nan]), group("1/solver:0/verifier1", [0, 1], "verifier1")]
     # All five: mean 2/5, var 6/25; solver: var 2/9, mean 1/3 -> 51/54; verifier: var 1/4, mean 1/2 -> 13/12.
     assert variance_inflation(other) == pytest.approx({"solver": (2 / 9 + 1 / 225) * 25 / 6, "verifier1": 13 / 12})
@@ -299,7 +299,9 @@ def test_variance_inflation_by_hand() -> None:
         moments[normalise] = [sum(a**2 for uid, a in found if uid[:-2].endswith(name)) for name in SHARED]
     gained = [one / own for one, own in zip(moments["global"], moments["agent"], strict=True)]
     assert gained == pytest.approx(list(variance_inflation(other).values()), rel=1e-4)
-    assert variance_inflation([*groups, *other]) == pytest.approx(  # a prompt weighs as much as the agent's calls
+    assert variance_inflation(
+        [*groups, *other]
+    ) == pytest.approx(  # a prompt's weight is the agent's number of calls for it
         {"solver": (4 * 5 / 3 + 3 * 17 / 18) / 7, "verifier1": (4 / 3 + 2 * 13 / 12) / 6}
     )
     flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
@@ -383,8 +385,9 @@ def test_a_teacher_changes_only_sampled_tokens() -> None:
 
 
 def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
-    """With its own sample in the mean, a token would lower its own advantage. A sample that cannot be compared affects no
-    other."""
+    """If a sample were in its own baseline, its tokens would lower their own advantages. A sample that cannot be compared affects
+    no other sample.
+    """
     agents = {name: AgentConfig(loss_weight=0, teacher=TeacherConfig(policy="big")) for name in ("solver", "verifier1")}
     student = np.full(3, -1, np.float32)
     groups = [

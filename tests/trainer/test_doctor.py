@@ -1,5 +1,5 @@
-"""`marsrl doctor`: its findings about this machine and a config; placement of ranks, engines and weights from settings alone; and
-a GPU that PyTorch does not see, which is refused with the reason.
+"""`marsrl doctor` reports on this machine and a config. Ranks, engines and weights are placed by settings alone. If PyTorch does
+not see a GPU, the error says why.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Make this machine look like one with that driver and that PyTorch.
+    """Return a function that makes this machine look like one with the given driver and PyTorch.
 
     driver: version from nvidia-smi. module: version from the kernel, which containers without its GPUs see too. build:
     torch.version.cuda, and whether PyTorch sees a GPU.
@@ -215,12 +215,22 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
         ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
         ((NEW,), "", "auto", {HERE, CPU_BUILD}),
         ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
-        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # actions before and after the install
-        (("535.183.01", None, "12.6"), "", "auto", {HERE}),  # new enough: PyTorch itself says why
+        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what to do before and after the installation
+        (
+            ("535.183.01", None, "12.6"),
+            "",
+            "auto",
+            {HERE},
+        ),  # the driver is new enough, so PyTorch itself gives the reason
         ((None, NEW), "", "auto", None),  # a container without its host's GPUs
         ((None, NEW, "13.0"), "", "auto", {HERE}),
         ((OUTDATED,), "MARSRL_DEVICE=cpu", "auto", None),
-        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),  # a setting for the install
+        (
+            (OUTDATED,),
+            "MARSRL_DEVICE=cuda",
+            "auto",
+            {HERE, OLD, CPU_BUILD},
+        ),  # this setting concerns only the installation
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
         ((NEW, None, "13.0 and sees"), "", "auto", None),

@@ -35,7 +35,10 @@ CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed
 
 
 def answer_of(words: list[str], start: int = 1, end: str = "<|assistant|>") -> str:
-    """Return the right answer to the problem that a prompt states from this word on; default: a Solver's or Corrector's."""
+    """Return the right answer to the problem that a prompt's words state from `start` to `end`.
+
+    The defaults fit the prompts of Solvers and Correctors.
+    """
     chain = words[start : words.index(end)]
     return Chain(int(chain[1]), tuple(chain[3::2])).answer
 
@@ -90,7 +93,7 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     result = judged.evaluate(VERSIONS)
     assert len(fixed.inputs["verifier1"]) == 20
     assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
-    # Nothing is flagged twice.
+    # There is no row for corrector2, because no solution is rejected twice.
     assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "alone", "system"]
     assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
     assert result.agents["solver"].n == 40
@@ -100,7 +103,7 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     corrector = result.agents["corrector1"]
     assert (
         corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
-    )  # the agent is shown no right solutions
+    )  # the Corrector gets no right solution
     assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 
@@ -198,7 +201,7 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
     assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # samples without an answer do not vote
     assert majorities([said(None)] * 2, [2])[2][0] == 0
     assert math.isnan(majorities([right], [2])[2][0])
-    # Of two of {7, 7, 8}: a third of the pairs agree on 7; in the others one of both is right.
+    # Two of {7, 7, 8} are drawn: a third of the pairs agree on 7; in the others, one of the two answers is right.
     assert majorities([right, right, said("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
 
 
@@ -255,7 +258,7 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
             {name: value for name, value in call.items() if name not in ("is_read", "prompt", "text")}
             for call in line["answer"]["calls"]
         ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as before texts were saved
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # like files of versions that saved no texts
     with Kept(tmp_path) as kept:
         old = judged.evaluate(VERSIONS, kept=kept)
     assert old.system == found.system and old.agents["solver"].missing is None and old.notes == ()
@@ -351,7 +354,7 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
     alone = checked()
     held_out = {p.question for p in alone.task.held_out(100, 0)}
     trained = {problem.question for problem in map(alone.task.problems(0), range(200))}
-    # A tenth of 20 questions, each of which occurs twice.
+    # A tenth of the 20 questions is held out; each question occurs twice.
     assert len(held_out) == 2 and alone.problems.num_taken == 4
     assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"

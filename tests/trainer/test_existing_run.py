@@ -1,4 +1,4 @@
-"""Settings that may differ when a run is resumed, and its prompt files. Dry runs: tests/integration/test_bad_input.py."""
+"""Which settings may differ when a run is resumed, and its prompt files. tests/integration/test_bad_input.py has dry runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(*words: str) -> RunConfig:
 
 
 def begun(folder: Path, *words: str) -> RunDirectory:
-    """A run with these settings that has a checkpoint of step 4."""
+    """Return a run with these settings and a checkpoint of step 4."""
     run, config = RunDirectory.create(folder, "mine", "preset"), settings(*words)
     keep_settings(run, config, "")
     run.checkpoint(4).mkdir(parents=True)
@@ -44,7 +44,7 @@ def begun(folder: Path, *words: str) -> RunDirectory:
 
 @pytest.mark.parametrize("began", ["float32", "bfloat16"])
 def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) -> None:
-    """This machine does not compute natively with one of the two."""
+    """One of the two dtypes is not the one that this machine computes with natively."""
     run = begun(tmp_path, f"policies.main.dtype={began}")
     again = settings("policies.main.dtype=auto", f"run.dir={tmp_path}", "run.resume=auto")
     decided, said = decide_dtypes(again, settings_to_resume(again))
@@ -104,7 +104,7 @@ COSINE = ["policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: cosine, 
     ],
 )
 def test_a_resume_tells_both_learning_rates(words: list[str], rates: str, causes: str, tmp_path: Path) -> None:
-    """The message has the next step's rates and comes once: another start with the same settings has nothing to report."""
+    """The message gives the next step's learning rates, and is shown once, not at another start with the same settings."""
     run, again = begun(tmp_path, *COSINE), settings("run.resume=auto", *COSINE, *words)
     *_, said = resume_lines(run, again, {})
     assert said.startswith(f"warning: step 5 trains policies.main at a learning rate of {rates}") and causes in said
@@ -203,7 +203,9 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     began = [Problem("a", "1+1", "2", "math"), Problem("b", "2+2", "4", "math")]
     data = {"data.train": fingerprint(began), "data.eval": fingerprint(began[:1])}
     run = begun(tmp_path)
-    assert resume_lines(run, settings("run.resume=auto"), data)  # an old version saved no fingerprints
+    assert resume_lines(
+        run, settings("run.resume=auto"), data
+    )  # runs of old versions have no fingerprints of their data
     run.keep_data(data)
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}

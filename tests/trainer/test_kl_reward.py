@@ -1,4 +1,4 @@
-"""The KL penalty in the reward, against exact sums over every sequence of two tokens."""
+"""The KL penalty in the reward equals exact sums over every sequence of two tokens."""
 
 import itertools
 
@@ -15,7 +15,7 @@ def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
     pairs = torch.tensor(list(itertools.product(range(3), repeat=2)))
 
     def logprobs(of_first: torch.Tensor, of_second: torch.Tensor) -> torch.Tensor:
-        """Return [9, 2], both tokens of every sequence."""
+        """Return the log-probs [9, 2] of both tokens of every sequence."""
         later = of_second.log_softmax(-1)[pairs[:, 0], pairs[:, 1]]
         return torch.stack([of_first.log_softmax(-1)[pairs[:, 0]], later], 1)
 

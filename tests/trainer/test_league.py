@@ -1,4 +1,4 @@
-"""Past versions as opponents: which are kept, their slots, scores of games, and ratings."""
+"""Past versions as opponents: which versions are kept, their adapter slots, scores of games, and ratings."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_damaged_version_is_refused_by_its_file(tmp_path: Path) -> None:
 
 
 def games_of(version: int, scores: Mapping[int, Sequence[float | None]], role: str = "first") -> list[Game]:
-    """Games against each opponent, of openings 0, 1, 2, ..."""
+    """Return games against each opponent; the scores belong to the openings 0, 1, 2, ..."""
     return [
         Game(policy="main", version=version, opponent=opponent, role=role, opening=str(i), score=score)
         for opponent, own in scores.items()
@@ -153,7 +153,7 @@ def test_the_elo_of_equals_is_about_0() -> None:
     ]
     found = elo_of(games, 3)
     assert found.low < 0 < found.high and abs(found.mean) < 60 and 30 < found.high - found.low < 200 and found.n == 240
-    # Whoever moves first wins: the rating is 0, with an interval as wide as 10 openings make it.
+    # The player who moves first always wins, so the rating is 0, with the interval that 10 openings give.
     even = games_of(1, {0: [1.0] * 10}, "first") + games_of(1, {0: [0.0] * 10}, "second")
     rated = elo_of(even, 1)
     assert abs(rated.mean) < 1e-6 and rated.low < -100 and rated.high == pytest.approx(-rated.low)
@@ -228,7 +228,7 @@ def test_the_agent_that_is_paid_more_wins() -> None:
     assert score_of(played(("first", paid(2)), ("second", paid(-2))), "first", "second") == 1
     assert score_of(played(("first", paid(2)), ("second", paid(-2))), "second", "first") == 0
     assert score_of(played(("first", paid(1)), ("second", paid(1))), "second", "first") == 0.5
-    # The first lost before the second's first turn; a penalty for form decides no game, rewards of turns do.
+    # In the first game, `first` lost before `second` had a turn. Penalties for form do not decide a game; rewards of turns do.
     assert score_of(played(("first", paid(-2))), "second", "first") == 1
     assert score_of(played(("first", paid(1, format=-3)), ("second", paid(0))), "first", "second") == 1
     bonus = replace(paid(0, turns=0.5), turns=(0.5,))

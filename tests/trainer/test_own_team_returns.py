@@ -1,5 +1,5 @@
-"""`marsrl try`: which agents a team asks, with made-up answers or a table's. Values returned by a user's team: valid ones are
-accepted, and invalid ones end one episode or sample, with one line that names the location.
+"""`marsrl try` shows which agents a team calls, with made-up answers or those of a table. Values that a user's team returns are
+accepted if valid; invalid values end one episode or sample, with one line that names the location.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Pair(Orchestration):
         said = episode.said(first)
         return [first] if said is None else [first, episode.ask("critic", said)]
 """
-SECOND = ".1/"  # the second of the two episodes returns it, the first a valid value
+SECOND = ".1/"  # only the second of the two episodes returns the unusable value
 
 
 def play(tmp_path: Path, method: str, otherwise: str = "") -> dict[str, Sample]:
-    """Return the samples by uid of two episodes, by a team with this method."""
+    """Play two episodes with a team that has this method, and return the samples by uid."""
     path = tmp_path / "my_team.py"
     path.write_text(TEAM + "\n" + textwrap.indent(textwrap.dedent(method).strip(), "    ") + "\n")
     config, _ = read_config(None, [f"orchestration={path}:Pair", "rollout.group_size=2", *otherwise.split()])
@@ -100,8 +100,9 @@ CASES = [
 def test_unusable_returns_end_only_their_episode_or_sample(
     method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second episode's critic causes the unusable value. From `messages` it ends the episode, otherwise the critic's sample
-    is an error."""
+    """The team returns the unusable value for the second episode's critic. If `messages` returns it, the episode ends; otherwise
+    the critic's sample is an error.
+    """
     given = PARAMETERS[method]
     who, its_agent = ("ask.id", "ask.agent") if method == "messages" else ("sample.uid", "sample.agent")
     body = f"""

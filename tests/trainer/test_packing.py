@@ -1,4 +1,6 @@
-"""Splitting a step into mini-batches (whole groups, every token once, reproducible by seed), and these into micro-batches."""
+"""How a step is split into mini-batches, and these into micro-batches. Mini-batches have whole groups, have every token once, and
+depend only on the seed.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,11 @@ def test_plans_by_hand() -> None:
     assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
     # Two ranks need a fourth micro-batch, so the fullest (5 + 3) is split.
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
-    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]  # of equal ones the first is split
+    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [
+        [[2, 3]],
+        [[0]],
+        [[1]],
+    ]  # if several are equally full, the first is split
     assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # a micro-batch of one sequence is not split
     # Every second sequence moves to the new micro-batch.
     assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]
@@ -133,7 +139,7 @@ def test_each_sequence_is_packed_once_and_ranks_have_equal_bins(of: list[tuple[i
 
 
 def work(lengths: list[int]) -> float:
-    """Return the work of linear layers and causal attention, which is equal at 16384 tokens."""
+    """Return the work of linear layers plus that of causal attention; the two are equal at 16384 tokens."""
     return sum(n + n * n / 16384 for n in lengths)
 
 
@@ -141,7 +147,7 @@ def work(lengths: list[int]) -> float:
 def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int) -> None:
     """Giving the heaviest micro-batch to the least loaded rank leaves a difference of at most one micro-batch's work.
 
-    Equal tokens are not equal work: of two long sequences and many short ones each rank gets a long one.
+    Equal numbers of tokens are not equal work: if two sequences are long and many are short, each rank gets a long one.
     """
     uneven = [32768, 32768] + [1024] * 64
     of_ranks = plan_micro_batches(uneven, 2, 32768)
@@ -158,7 +164,7 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 
 @pytest.mark.parametrize(("number", "num_groups"), [(1, 7), (2, 7), (3, 7), (4, 2), (4, 0)])
 def test_mini_batches_keep_groups_whole_and_are_never_empty(number: int, num_groups: int) -> None:
-    """Mini-batches are non-empty if any group has spread. In the last case none has."""
+    """If any group has spread, no mini-batch is empty. In the last case, no group has spread."""
     credited = credit(GROUPS[:num_groups] or GROUPS[-1:], CreditConfig(), AGENTS)
     batches = mini_batches(credited, number, Average(), seed=0, step=1)
     assert len(batches) == (min(number, num_groups) or 1)

@@ -1,4 +1,4 @@
-"""Trees of samples that begin alike: order, cuts into micro-batches, and what a micro-batch computes."""
+"""Trees of samples that begin with the same tokens: their order, how they are cut into micro-batches, and what these compute."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
     one = sample("ab", "cd", routed_experts=experts(1, 2, 3))
     longer = sample("ab", "cde", routed_experts=experts(1, 2, 3, 4))
     other = sample("ab", "cdf", routed_experts=experts(1, 0, 3, 4))
-    assert tree([one, longer]) == [(0, 0), (1, 3)]  # Of one, the last token has no record.
+    assert tree([one, longer]) == [(0, 0), (1, 3)]  # The last token of `one` has no recorded experts.
     assert tree([one, other]) == [(0, 0), (1, 1)]
     assert tree([one, sample("ab", "cdg")]) == [(0, 0), (1, 0)]
     assert tree([one, one]) == [(0, 0), (1, 3)]
@@ -114,7 +114,7 @@ texts = st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=12)
 
 
 def prefixes(texts: list[str]) -> set[str]:
-    """Return the nodes of the tree."""
+    """Return the nodes of the tree of these texts: all of their prefixes."""
     return {text[:end] for text in texts for end in range(1, len(text) + 1)}
 
 
@@ -145,7 +145,7 @@ def test_a_tree_that_fits_computes_each_prefix_once(texts: list[str]) -> None:
 
 @given(texts=texts.map(lambda texts: sorted(set(texts))[:7]), limit=st.integers(9, 20))
 def test_cuts_repeat_the_fewest_tokens(texts: list[str], limit: int) -> None:
-    """Of all ways to cut the order into parts that fit."""
+    """No other way to cut the order into parts that fit the limit repeats fewer tokens."""
     samples, lengths = [sample(text, "") for text in texts], [*map(len, texts)]
 
     def sizes(cuts: tuple[int, ...]) -> list[int]:
@@ -160,7 +160,7 @@ def test_cuts_repeat_the_fewest_tokens(texts: list[str], limit: int) -> None:
 def test_an_idle_rank_takes_half_of_the_costliest_part() -> None:
     texts = ["aaaab", "aaaac", "aaaad", "aaaae", "xy"]
     samples, lengths = [sample(text, "") for text in texts], [*map(len, texts)]
-    # 7 and 7 tokens; after the second sample 6 and 8.
+    # This cut gives parts of 7 and 7 tokens; a cut after the second sample would give 6 and 8.
     assert plan_trees([tree(samples)], lengths, [0] * 5, 2, 100) == [[[(0, 0), (1, 4), (2, 4)]], [[(3, 0), (4, 0)]]]
     assert plan_trees([tree(samples[:1])], lengths[:1], [0], 2, 100) == [[[(0, 0)]], [[]]]
     with pytest.raises(ValueError, match="5 tokens but trainer.max_tokens_per_micro_batch is 4"):
@@ -178,8 +178,8 @@ def computed(samples: list[TrainSequence], prefixes: SharedPrefixes, **options: 
 
 
 def test_prefixes_are_shared_automatically_if_it_is_worthwhile() -> None:
-    worthwhile = [sample("abcdefgh", "ij"), sample("abcdefgh", "kl")]  # 20 tokens, 12 of them to compute
-    little = [sample("ab", "cdefghij"), sample("ab", "klmnopqr")]  # 20 and 18
+    worthwhile = [sample("abcdefgh", "ij"), sample("abcdefgh", "kl")]  # 20 tokens, of which trees compute 12
+    little = [sample("ab", "cdefghij"), sample("ab", "klmnopqr")]  # 20 tokens, of which trees compute 18
     assert [computed(worthwhile, prefixes) for prefixes in ("off", "auto", "on")] == [[20], [12], [12]]
     assert [computed(little, prefixes) for prefixes in ("off", "auto", "on")] == [[20], [20], [18]]
 

@@ -1,4 +1,4 @@
-"""Results of settings, and refusals, including policies with adapters."""
+"""What settings result in, and which are refused, also for policies with adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refusal(*words: str) -> str:
 
 
 JUDGE = "agents.verifier1.policy=judge"
-# A frozen policy behind HTTP answers for the Verifiers; a teacher; a model that judges.
+# FROZEN: a frozen policy behind HTTP plays the Verifiers. TEACHER: an agent has a teacher. JUDGING: a model judges.
 FROZEN = (
     "policies.main={}",
     "credit.train_agents=[solver, corrector1, corrector2]",
@@ -217,7 +217,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"], "mpt.scope", "batch"),
         (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
-        # An engine records what it kept for trained agents, and needs memory for it.
+        # For trained agents, an engine records which tokens top_p and top_k kept, and needs memory for them.
         ([*RENORMALISED], "max_kept", {"solver": 1024, "corrector2": 1024}),
         ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
         (["loss.truncation=renormalise"], "max_kept", {}),
@@ -251,7 +251,7 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     config, _ = read_config(None, words)
     main, judge = config.served_rollouts.values()
     assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
-    assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
+    assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256 is the preset's value
     assert judge.vllm.max_num_seqs == 64 and config.engine_dtype("judge") == "bfloat16"
     assert config.engine_dtype("main") == "float32"
     again = RunConfig.model_validate(config.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""Groups with spread: what counts as one for rollout.refill and data.rest, and settings under which none could."""
+"""Groups with spread (unequal rewards): which ones count for rollout.refill and data.rest, and settings under which none can."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINED = ("solver",)
 
 
 def penalised(*rewards: tuple[float, dict[str, float]]) -> Group:
-    """A group with these rewards of the task and penalties."""
+    """Return a group whose samples have these pairs (reward of the task, penalties by name)."""
     samples = (
         replace(sampled(f"0/solver:{i}", 0), reward=Reward(value + sum(parts.values()), value, parts))
         for i, (value, parts) in enumerate(rewards)

@@ -1,5 +1,5 @@
-"""What stops a run: Ctrl-C and SIGTERM; silent or failing ranks, which stop the others and are named; too many non-finite steps.
-Ranks wait for rank 0 asleep and without a limit.
+"""What stops a run: Ctrl-C and SIGTERM; silent or failing ranks, after which the others stop and name them; too many non-finite
+steps. While ranks wait for rank 0, they sleep, and the wait has no time limit.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 from marsrl.trainer.weights.sync import Standby
 
-LIMIT_S, LATE_S = 6.0, 7.0  # seconds: limit of a collective; delay of rank 0 at two of five meetings
+LIMIT_S, LATE_S = (
+    6.0,
+    7.0,
+)  # seconds: time limit of a collective; delay of rank 0 at two of the five collectives (meetings)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_another_ends_at_once(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    times = [0.0, 0.9, 1.1]  # within a second two are one Ctrl-C, which torchrun repeats
+    times = [0.0, 0.9, 1.1]  # two signals within a second are one Ctrl-C, which torchrun repeats
     signals, before = StopSignals(iter(times).__next__), signal.getsignal(number)
     with signals.noted():
         assert not signals.is_asked
@@ -178,7 +181,7 @@ class Rank:
         self.stopped.set()
 
     def looks(self) -> None:
-        """Wait until it has checked the others' beats once, from beginning to end."""
+        """Wait until the heartbeat has checked the other ranks' beats once, from beginning to end."""
         last = self._beats() + 2
         while self._beats() < last and not self.stopped.is_set():
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Credit by turn: a turn's advantage, the tokens it applies to, and refusals."""
+"""Credit by turn: a turn's advantage, the tokens that get it, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig |
 
 def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
     found = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
-    # Returns to go: 3, 2; 4, 4; 5. A first turn's baseline is the mean of the others' returns. A second turn's is the mean of
-    # the others' returns to go of their second turns; for one without, the others' mean return minus the sample's own past.
+    # Returns to go: 3, 2; 4, 4; 5. The baseline of a first turn is the mean return of the other samples. The baseline of a second
+    # turn is the mean, over the other samples, of their returns to go at the second turn. A sample without a second turn enters
+    # with the mean return of the others minus this sample's past rewards.
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
     assert list(found.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
-    # Of each sample, the turn's advantage farthest from 0.
+    # A sample's advantage is the one of its turns' that is farthest from 0.
     assert list(found.advantages.values()) == pytest.approx([-1.75, 1, 1.5])
     first = found.sequences[0].token_advantages
     assert first is not None and first.tolist() == pytest.approx([-1.5, -1.5, 0, -1.75, -1.75])

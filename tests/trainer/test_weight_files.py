@@ -20,7 +20,7 @@ def in_a_child(work: Callable[..., object], *words: Any) -> Any:
 
 
 def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
-    """A process is killed at its n-th call to the file system, for n = 1, 2, ... until it makes fewer calls."""
+    """A process is killed at its n-th file system call, for n = 1, 2, ... until it ends before making n calls."""
 
     def make(last: int) -> None:
         steps = 0
@@ -47,7 +47,7 @@ def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
 
 
 def test_a_folder_seen_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
-    """Another process looks just before the lock is taken."""
+    """Another process looks for folders without a lock just before the lock is taken."""
 
     def make() -> None:
         others: list[Any] = []

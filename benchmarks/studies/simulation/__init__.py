@@ -1,4 +1,4 @@
-"""Simulation behind pipeline.py: the project's player on a virtual clock, its study and its tables.
+"""Simulation behind pipeline.py: the project's player on a virtual clock, a study of it, and the study's tables.
 
-Engines only take time, and completions are only lengths.
+Simulated engines only let time pass, and a completion is only a length.
 """

@@ -44,7 +44,7 @@ class Fit:
     samples: dict[int, float]
 
     def error(self, reading: str, segments: int) -> float:
-        """Return the relative error of a predicted time; name: a field of READINGS."""
+        """Return the relative error of a predicted time. reading: a key of READINGS."""
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 

@@ -27,9 +27,9 @@ def uniforms(seed: int, uid: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Log-normal lengths, median * exp(sigma * z): one distribution for all agents, drawn independently.
+    """Log-normal lengths, median * exp(sigma * z), drawn independently from one distribution for all agents.
 
-    Real groups wait less than simulated ones, because the lengths of samples of the same problem are correlated.
+    Real lengths of samples of the same problem are correlated, so real groups wait less than simulated groups.
     """
 
     sigma: float

@@ -20,7 +20,7 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 @dataclass(frozen=True)
 class Grid:
-    """Grid of runs around a centre. The reference is the trajectory pipeline with 1 segment, and ours is agentic with 4.
+    """Grid of simulated runs around a centre. `reference` is the trajectory pipeline with 1 segment, `ours` agentic with 4.
 
     overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere. engine_axis, problem_axis: other numbers of
     engines and of problems.
