@@ -1,4 +1,4 @@
-"""Program that asks sums from reasoning-gym, which scores the answers. `pip install 'marsrl[reasoning_gym]'`"""
+"""A program that asks for sums from reasoning-gym, which also scores the answers. `pip install 'marsrl[reasoning_gym]'`"""
 
 import zlib
 

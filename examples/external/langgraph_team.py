@@ -1,4 +1,4 @@
-"""LangGraph: a Solver, and a Verifier that can send it back to work. `pip install langgraph langchain-openai`"""
+"""LangGraph: a Solver, and a Verifier that can make the Solver try again. `pip install langgraph langchain-openai`"""
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph

@@ -4,7 +4,7 @@ from agents import Agent, ModelBehaviorError, OpenAIChatCompletionsModel, RunCon
 from agents.extensions.handoff_filters import remove_all_tools
 from openai import AsyncOpenAI
 
-OPTIONS = RunConfig(tracing_disabled=True)  # traces would go to api.openai.com
+OPTIONS = RunConfig(tracing_disabled=True)  # otherwise traces would go to api.openai.com
 
 
 async def run(problem, client):
