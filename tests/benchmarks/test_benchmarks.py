@@ -45,7 +45,9 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
     rows = {row["name"]: row for row in table["rows"]}
     scaled = "Liger fused linear scaled CE, unmasked rows only"
     assert {"ours", "torch eager", "Liger fused linear GRPO", scaled} <= rows.keys()
-    assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()  # errors of log-probs, entropy and gradients
+    assert (
+        rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()
+    )  # errors of log-probs, entropy and gradients
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
 

@@ -380,7 +380,11 @@ def test_a_resume_replays_open_sessions_only(model: Path, tmp_path: Path) -> Non
         unbroken = played.batch()
     assert open_ones == {"000001.1", "000002.1"}
     counted = {name: resumed.metrics[f"rollout/{name}"] for name in ("episodes", "unfinished", "replayed_sessions")}
-    assert counted == {"episodes": 4, "unfinished": 0, "replayed_sessions": 2}  # two sessions had ended before the resume
+    assert counted == {
+        "episodes": 4,
+        "unfinished": 0,
+        "replayed_sessions": 2,
+    }  # two sessions had ended before the resume
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
     assert unbroken.metrics["rollout/tokens"] == sum(s.num_sampled for group in unbroken.groups for s in group.samples)

@@ -183,7 +183,12 @@ def test_calls_of_one_name_are_one_lineage() -> None:
         (f"So far: {SUMMARY[20:]}", "solver", False, True),  # the summary lacks its beginning
         (f"So far: {SUMMARY[:40]}", "solver", False, False),
         (f"Is it right? {SUMMARY}", "verifier", False, False),
-        (f"Is it right? {SUMMARY}", "solver", True, False),  # the first context goes on, so the other sample is a sub-agent
+        (
+            f"Is it right? {SUMMARY}",
+            "solver",
+            True,
+            False,
+        ),  # the first context goes on, so the other sample is a sub-agent
     ],
     ids=["summary", "cut summary", "too short", "another agent", "the first goes on"],
 )

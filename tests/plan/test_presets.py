@@ -36,7 +36,10 @@ WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cp
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
-EXACT = ["standard", "greedy"]  # how vLLM accepts and draws draft tokens; test_vllm_v2_runner.py shows that this is exact
+EXACT = [
+    "standard",
+    "greedy",
+]  # how vLLM accepts and draws draft tokens; test_vllm_v2_runner.py shows that this is exact
 
 
 @pytest.fixture(scope="module")

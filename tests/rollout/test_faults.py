@@ -358,7 +358,9 @@ def test_a_sample_that_no_engine_survives_has_no_reward(name: str) -> None:
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
     assert "abandoned" in samples[culprit].reward.note
-    assert not any(sample.parent_uid == culprit for sample in samples.values())  # no other agent got the failed sample as input
+    assert not any(
+        sample.parent_uid == culprit for sample in samples.values()
+    )  # no other agent got the failed sample as input
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)
 

@@ -124,7 +124,9 @@ def test_a_long_prompt_is_counted_and_cut_if_configured(
         asks = begun(stages)
         prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)
-        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # too long prompts end their episodes
+        assert list(stages.state.instances) == [
+            each.ask.episode_id for each in asks
+        ]  # too long prompts end their episodes
         found, drawn = counts(stages), 3 if opened else 3 * (1 + bool(stages.state.num_batches))
         names = ("prompts_cut", "prompts_too_long", "failed_episodes")
         assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]

@@ -197,8 +197,8 @@ class SyncConfig(Settings):
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
     verify_every: Count | None = Field(
         None,
-        description="versions between probe comparisons of a policy, which adapters take in turn; default: 1, or with more than "
-        "4 adapters of one base as many as compare 4 of them at a publish. Checksums are compared every time",
+        description="versions between probe comparisons of a policy; default: 1, but of more than 4 adapters of one base 4 are "
+        "compared at each publish, in turn. Checksums are compared at every publish",
     )
 
     def why_not(self, rollout: RolloutConfig) -> Iterator[str]:
