@@ -331,7 +331,7 @@ def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> 
             continue
         first = next(other["norm"] for other in rows.values() if "norm" in other)
         if not abs(row["norm"] - first) <= tolerance * abs(first):
-            raise SystemExit(f"recompute {mode} computes another update; gradient norms {row['norm']}, {first}")
+            raise SystemExit(f"recompute {mode} changes the gradient norm: {row['norm']}; expected {first}")
         seconds = {"step": statistics.median(row["seconds"]), **row["parts"]}
         layers, head = row["flops"] - row["head_flops"], row["head_flops"]
         flops = {"step": layers + head, "forward": layers / 3 + head, "backward": layers * 2 / 3}

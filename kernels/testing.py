@@ -102,7 +102,7 @@ def assert_accurate(
 
 
 def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
-    """Return the parts that share no block, as (description for the message, rows of the part as [N] bool or None for all)."""
+    """Split the rows into parts, each with blocks of its own, as (words for the message, [N] bool rows or None for all)."""
     if apart is None:
         return [("", None)]
     return [(words, rows) for words, rows in ((" apart", apart), (" of the others", ~apart)) if rows.any()]

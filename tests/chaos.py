@@ -317,7 +317,7 @@ def bring_to_its_end(run: Trial) -> None:
     run.ended(START_S, "", status=0)
     run.check()
     if run.row() != last:
-        raise Loss(f"the end is step {last}, metrics.jsonl ends at {run.row()}")
+        raise Loss(f"the run should end at step {last}, but metrics.jsonl ends at step {run.row()}")
     run.no_files_left(before)
 
 

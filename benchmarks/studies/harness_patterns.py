@@ -121,7 +121,7 @@ def last_three_turns(problem: Any, client: Any) -> None:
 
 
 def edited(problem: Any, client: Any, edit: Callable[[str], str]) -> None:
-    """Earlier answers come back edited by `edit`."""
+    """The program changes every answer by `edit` before it sends the history again."""
     chat = begin(problem)
     for turn in range(TURNS):
         message = client.chat("solver", chat).message

@@ -55,7 +55,7 @@ def _digit(text: str, rng: Random) -> Iterator[str]:
     if not (_is_plain(text) or is_of_words or equals_number or (_is_safe(text) and not forms.choice(text))):
         return
     matches = [*_INTEGER.finditer(text)]
-    if equals_number:  # change only the last number, as in \gcd(a, b) = 2: scaling both sides would keep the equation
+    if equals_number:  # change only the number after "=", as in \gcd(a, b) = 2: other changes could keep the meaning
         matches = [match for match in matches if match.start() > text.rindex("=")]
     if matches:
         position = rng.choice(matches).end() - 1

@@ -31,7 +31,7 @@ PAGE = 50
 _READ_S = 1.0  # maximum seconds for reading new samples files in one refresh; the next refresh reads the rest
 _SEARCH_S = 0.15  # maximum seconds of one search for words
 _LARGEST_TREE = 5000
-_WINDOW = 6  # steps that contain a whole trajectory: with five agents, one spans five in the agentic pipeline
+_WINDOW = 6  # steps to search, enough for one trajectory: five agents take five steps in the agentic pipeline
 _WORD = re.compile(r"[^\W_]+")
 
 FLAGS = {

@@ -83,7 +83,7 @@ PLANS = (
 
 
 def charts(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return the charts of the plan for which the run has metrics, then one chart for every other metric.
+    """Return the charts of PLANS for which the run has metrics, then one chart for every other metric.
 
     is_zero: True if all series are 0 in every step. has_band: True if the series has an interval (<key>/low to <key>/high).
     """

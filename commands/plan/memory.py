@@ -288,11 +288,13 @@ def batch_bytes(setup: Training) -> int:
 
 
 def replay_bytes(setup: Training) -> tuple[int, int]:
-    """Return (device, host) bytes of a micro-batch's recorded experts, kept for the whole step; b = 1 or 2 bytes per expert:
+    """Return (device, host) bytes of a micro-batch's recorded experts, kept for the whole step.
 
-    rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [split, if CP > 1]
-    both       T/(CP t) L/PP k b [this rank's tokens and layers; recompute: on the host]
-               + 2 T/(CP t) L/PP [masks of forced and of differing choices]
+    trainer.router_replay=rollout needs both rows, and recompute the second. b = 1 or 2 bytes per expert.
+
+    recording   T L k b [as packed: all layers, on every rank] + T/CP L k b [split, if CP > 1]
+    replay      T/(CP t) L/PP k b [this rank's tokens and layers; with recompute, on the host]
+                + 2 T/(CP t) L/PP [masks of forced and of differing choices]
     """
     s, layout = setup.shape, setup.layout
     if setup.router_replay == "none" or not s.num_experts:

@@ -119,7 +119,7 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
   const Statistics statistics = {logprobs, entropy, maximum, log_sum};
   const bool has_bonus = objective->entropy_coef != 0.0f;
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // rows that a single thread has written to the front; several threads move rows afterwards
+  int64_t kept = 0;  // active rows; one thread writes them to the front, several are counted after the loop
   BadTarget bad;
 #pragma omp parallel num_threads(threads)
   {

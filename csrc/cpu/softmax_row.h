@@ -40,7 +40,8 @@ void row_gradient(const float* x, float* out, int64_t columns, float maximum, fl
 void row_gradient_of_logprob(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
                              float log_sum, float c);
 
-// Computes out = scale * e^((x - maximum) / tau) from the x and origins that row_sums_in_place wrote.
+// Computes out = scale * e^((logit - maximum) / tau). x and origins are outputs of row_sums_in_place: x no longer holds
+// logits.
 void scaled_row(const float* x, const float* origins, float* out, int64_t columns, float maximum,
                 float inverse_temperature, double scale);
 
@@ -58,7 +59,7 @@ struct Statistics {
   }
 };
 
-// Smallest index of a token, over all threads, whose target is not a column.
+// Smallest index, over all threads, of a token whose target is outside [0, columns).
 class BadTarget {
  public:
   void saw(int64_t token) {

@@ -1,7 +1,7 @@
 """Grouped GEMMs as Triton kernels: each expert's matrix times the expert's rows, whose number only the device knows.
 
-As in attention_varlen, the grid follows from shapes. Expert e, whose rows begin at ends[e-1], owns the row tiles from ends[e-1]
-// BLOCK + e on, and a program finds its expert by bisection. Sums are float32, in a fixed order, without atomics.
+As in attention_varlen, the grid follows from shapes. The rows of expert e begin at ends[e-1], and its row tiles at number
+ends[e-1] // BLOCK + e. A program finds its expert by bisection. Sums are float32, in a fixed order, without atomics.
 """
 # mypy: disallow-untyped-defs=False
 

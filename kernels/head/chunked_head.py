@@ -94,7 +94,7 @@ class Chunks:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
-        """Yield each chunk with the product of the kernels (its logits), which the next chunk overwrites."""
+        """Yield (chunk, product): the product holds the chunk's logits, until the next chunk overwrites them."""
         raise NotImplementedError
 
     def statistics(self, product: Any, chunk: Rows, out: Statistics) -> None:

@@ -33,7 +33,7 @@ _MOST_SHOWN = 2000  # characters kept of a program's error
 
 
 class Gateway:
-    """Tool pool for the player with a single tool, whose calls are sessions; see the module.
+    """Tool pool with a single tool, for the player. Each call of the tool is a session; see the module.
 
     agents: agents by name; programs send the name as `model`. clock: time in seconds, for limits of sessions and workers'
     silence. sums_turns: see Session.

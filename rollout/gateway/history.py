@@ -133,7 +133,7 @@ class History:
         return None
 
     def _known_ids(self, given: Sequence[_Kept], known: Sequence[_Kept]) -> Mapping[str, str] | None:
-        """Return {id: the same call's known id} of renamed calls; None if the turns differ otherwise."""
+        """Return {new id: known id} of the calls that were renamed; None if the turns differ in anything else."""
         ids: dict[str, str] = {}
         for turn, known_turn in zip(given, known, strict=True):
             if turn.thought is not None and turn.thought != known_turn.thought:

@@ -254,7 +254,7 @@ class GroupConnection:
         self._store.unless_given_up(work, what, self._abort)
 
     def _abort(self) -> None:
-        """Abort NCCL's kernels and waits; a no-op for gloo."""
+        """Abort NCCL's kernels and pending wait() calls; a no-op for gloo."""
         if self._group is None:
             return
         thread = threading.Thread(target=self._group.abort, name="marsrl-abort", daemon=True)

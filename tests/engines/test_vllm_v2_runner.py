@@ -304,7 +304,7 @@ def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
     assert found["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and found["drafts_async"]
     for ask, result in (*zip(*found["guessed_cut"], strict=True), *zip(*found["guessed"], strict=True)):
         assert_drawn_from(model, ask, result)
-    assert found["num_steps"] <= most_steps  # for 24 tokens, where top_p leaves little but the guesses
+    assert found["num_steps"] <= most_steps  # for 24 tokens: top_p leaves few tokens besides the drafted ones
     assert all(24 - most_steps <= result.num_accepted < 24 for result in found["guessed_cut"][1])
     assert min(accepted := [result.num_accepted for result in found["guessed"][1]]) >= 0 < sum(accepted)
     with torch.no_grad():

@@ -454,7 +454,7 @@ def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
     """The worker runs in environments without our packages."""
     tree = ast.parse(WORKER.read_text("utf-8"), feature_version=(3, 9))
     first, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-    assert first.module == "__future__"  # annotations of later versions are never evaluated
+    assert first.module == "__future__"  # so annotations in the syntax of newer Pythons are never evaluated
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names

@@ -61,7 +61,7 @@ def forced(implementation: str) -> Iterator[None]:
 
 
 def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
-    """Return a case with logits of a few units at any size.
+    """Return a case; the magnitude of its logits, a few units, does not depend on `size`.
 
     A third of the rows give their target nearly all probability, one of them in the last column.
     """

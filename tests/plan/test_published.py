@@ -51,7 +51,7 @@ def test_a_constant_fits_one_publication_and_predicts_others() -> None:
         for name in case.get("fits", ()):
             fitted.setdefault(name, set()).add(publisher[case["case"]])
             assert isinstance(getattr(hw, name), hw.Constant)
-            # Several cases of a publication may share a fitted constant.
+            # A fit is not exact, because several cases of a publication may share the constant.
             assert abs(planned_over_published(case) - 1) < 0.1
     assert all(len(publishers) == 1 for publishers in fitted.values()) and fitted
     predicted = {publisher[case["case"]] for case in CASES if not {"fits", "outside"} & case.keys()}

@@ -126,7 +126,7 @@ class RunConfig(Settings):
 
     @property
     def counted_agent(self) -> str | None:
-        """Agent whose groups rollout.refill and data.rest count; None: they count whole rollout instances."""
+        """Agent whose groups are counted by rollout.refill and data.rest; None: whole rollout instances are counted."""
         return None if self.has_whole_instances else self.rewarded_agents[0]
 
     @property

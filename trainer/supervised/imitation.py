@@ -143,7 +143,7 @@ def teach(
 
 
 def measure(learner: Learner, sequences: Sequence[TrainSequence], shard: BatchShard) -> dict[int, Measured]:
-    """Return each writer's loss and accuracy under the current weights, without training. Collective."""
+    """Return loss and accuracy by writer (index of an agent) under the current weights, without training. Collective."""
     local_sums: dict[int, tuple[float, int]] = {}
     batches = micro_batches(sequences, shard)
     for batch, logprobs in zip(batches, learner.score(batches), strict=True):

@@ -1,7 +1,8 @@
 """Triton kernels for rows of float32 logits: softmax statistics, the policy objective and gradients.
 
     row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row; reads the logits once
-    finish_rows       computes a row's log-prob, entropy, maximum and log_sum from its pieces (join_pieces: a shard's partials)
+    finish_rows       computes a row's log-prob, entropy, maximum and log_sum from its pieces
+    join_pieces       combines the pieces of a vocabulary shard's row into its partials (RowKernels.partials)
     policy_terms      computes each token's coefficients, and sums per agent of each block, which are added in order later
     list_active       lists the active rows, and their index in the gradient buffer
     row_gradients     writes dz of the active rows; reads the logits a second time
@@ -274,7 +275,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    numbers,  # PolicyObjective.options, a name that Triton reserves
+    numbers,  # PolicyObjective.options; Triton reserves the name `options`
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,

@@ -74,7 +74,7 @@ class Fp8Weight:
         if (held := tuple(found[0].shape)) != expected:
             raise ValueError(f"weight sync: {name} has shape {held} in FP8 in the engine; expected {expected}")
         self._held = [tensor.view(-1, *tensor.shape[-2:]) for tensor in found]  # [matrices, rows, columns]
-        self._dtype, self._sent = torch.bfloat16, 0  # sum of the words of all weights that were sent
+        self._dtype, self._sent = torch.bfloat16, 0  # _sent: sum of block_sum over all weights sent
         self._written: dict[int, tuple[int, list[int]]] = {}  # first matrix: end, checksums of its numbers and scales
 
     def write(self, first: int, weight: Tensor) -> None:

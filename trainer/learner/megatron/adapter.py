@@ -243,7 +243,7 @@ class Bank:
         return len(self.adapters) - 1
 
     def rows_of(self, slot: int) -> Iterator[tuple[bool, Rows, int]]:
-        """Yield (key, buffer, the adapter's row in it)."""
+        """Yield (True for the experts' buffer, buffer, the adapter's row in it)."""
         for kind, rows in self.buffers.items():
             if slot in rows.slots:
                 yield kind, rows, rows.slots.index(slot)
@@ -262,7 +262,7 @@ class Bank:
         return rows.at(rows.weights, (name, letter))
 
     def gradient(self, name: str, letter: str) -> Tensor:
-        """Return the float32 gradient of `weights`."""
+        """Return the float32 gradient of the tensor that `weights` returns for the same arguments."""
         rows = self.buffers[".experts." in name]
         return rows.at(rows.gradients, (name, letter))
 

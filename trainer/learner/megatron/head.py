@@ -118,7 +118,7 @@ class PolicyModel(GPTModel):
         """Return embeddings, angles and padding_mask in the places where megatron's plan expects them."""
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         if embedded is not None and self.active is not None and torch.is_grad_enabled():
-            embedded.requires_grad_()  # Otherwise recomputed layers, and parts of a plan, would have no gradient.
+            embedded.requires_grad_()  # Otherwise recomputed layers, and the parts of megatron's plan, would have no gradient.
         # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
         angles = self.rotary_pos_emb(packed_seq_params.max_seqlen, packed_seq=True)[position_ids[0]]
         if self.config.qk_layernorm:  # NormedAttention applies the rotation.
