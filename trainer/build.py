@@ -175,8 +175,9 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     base = config.policies[policy].base or policy
     of_base = [name for name, each in config.trained_policies.items() if (each.base or name) == base]
     every = sync.verify_every or -(-len(of_base) // ADAPTERS_AT_ONCE)
-    common: dict[str, Any] = {"verify_every": every, "turn": of_base.index(policy), "precision": precision}
+    common: dict[str, Any] = {"verify_every": every, "precision": precision}
     if adapter is not None:
+        common["turn"] = of_base.index(policy)
         return AdapterSync(engines, dtype, base=model_dir, adapter=adapter, directory=sync.directory, **common)
     if sync.backend == "shm":
         return FileSync(engines, dtype, directory=sync.directory, **common)
