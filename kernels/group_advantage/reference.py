@@ -13,7 +13,6 @@ class SetStatistics:
     count: Tensor
     mean: Tensor
     is_single: Tensor  # True if the set has fewer than two values, so nothing to compare with
-    is_flat: Tensor  # True if the set has two or more values, all equal
 
 
 def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
@@ -21,8 +20,7 @@ def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
     is_present = ~values.isnan()
     count = _total(is_present.double(), set_of)
     mean = _total(torch.where(is_present, values, 0.0), set_of) / count.clamp(min=1)
-    is_single = (count < 2)[set_of]
-    return SetStatistics(count[set_of], mean[set_of], is_single, _are_equal(values, set_of) & ~is_single)
+    return SetStatistics(count[set_of], mean[set_of], (count < 2)[set_of])
 
 
 def _total(terms: Tensor, set_of: Tensor) -> Tensor:
@@ -84,6 +82,7 @@ def less_mean_of_others(
     found = set_statistics(values, mean_set_of)
     own = values.new_zeros(values.shape).index_add_(0, session_of, torch.where(is_compared, values, 0.0))[session_of]
     others = found.mean + (found.mean - own) / (found.count - 1).clamp(min=1)
-    others = torch.where(found.is_flat, own, others)  # Exactly 0 for equal rewards, even if the mean is rounded.
+    # Equal rewards have an advantage of exactly 0, even if their mean is rounded.
+    others = torch.where(_are_equal(values, mean_set_of), own, others)
     is_zero = rewards.isnan() if keeps_single else rewards.isnan() | found.is_single
     return torch.where(is_zero, 0.0, rewards.double() - torch.where(found.is_single, 0.0, others)).to(rewards.dtype)
