@@ -61,13 +61,13 @@ class Paper:
 
 def papers() -> list[Paper]:
     """Read docs/papers.yaml."""
-    found = []
-    for each in yaml.safe_load(DATA.read_text("utf-8")):
-        also = each.get("also", {"presets": (), "rows": {}})
-        rows = tuple(Number(*row) for row in each["rows"])
-        words = tuple(each.get("words", ()))
-        found.append(Paper(each["title"], each["preset"], rows, words, tuple(also["presets"]), also["rows"]))
-    return found
+    all_papers = []
+    for entry in yaml.safe_load(DATA.read_text("utf-8")):
+        also = entry.get("also", {"presets": (), "rows": {}})
+        rows = tuple(Number(*row) for row in entry["rows"])
+        words = tuple(entry.get("words", ()))
+        all_papers.append(Paper(entry["title"], entry["preset"], rows, words, tuple(also["presets"]), also["rows"]))
+    return all_papers
 
 
 def value_of(config: RunConfig, key: str) -> Any:
