@@ -47,7 +47,7 @@ _BESIDE_TENSORS = frozenset({
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors' names decide instead
     "lora_dropout", "inference_mode", "ensure_weight_tying",  # no effect on tensors
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
-    # PEFT reads these only if init_lora_weights or use_qalora asks for them.
+    # PEFT reads these only with certain values of init_lora_weights or use_qalora, which are rejected.
     "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
 })  # fmt: skip
 

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-# Bounds of counts and sizes: far above real use, but below a number that a typo gave a few more zeros.
+# Upper bounds of counts and sizes: far above real use, but low enough to reject a typo with a few extra zeros.
 MOST = 1_000_000
 MOST_RANKS = 65_536  # processes, threads, GPUs
 MOST_TOKENS = 1 << 24  # per sequence
@@ -65,7 +65,7 @@ def read_key(variable: str, setting: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(
-            f"{setting} names {variable}, which is {'not printable ASCII, as a header needs' if key else 'not set or empty'}; "
+            f"{setting} names {variable}, which is {'not printable ASCII, as headers require' if key else 'not set or empty'}; "
             "export the key in it before starting the run"
         )
     return key
@@ -77,8 +77,10 @@ def is_started_here(ray_address: str) -> bool:
 
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
-    """Format all errors of the options in one line, key by key. keys: valid ones; an unknown key gets the closest as a
-    suggestion."""
+    """Format all validation errors in one line, key by key.
+
+    prefix: text before each key. keys: valid keys; the message for an unknown key suggests the closest.
+    """
     problems = []
     for each in error.errors():
         name, message = ".".join(map(str, each["loc"])), each["msg"]
@@ -135,7 +137,7 @@ def _above_0(value: float, info: ValidationInfo) -> float:
 def _typed_text(value: str, info: ValidationInfo) -> str:
     r"""Validate a text for an agent.
 
-    Rejects control characters: in YAML's double quotes, LaTeX commands such as \boxed and \text turn into them.
+    Rejects control characters: inside double quotes, YAML converts the \b of \boxed and the \t of \text to such characters.
     """
     if found := next((char for char in value if ord(char) < 32 and char != "\n"), None):
         raise ValueError(
@@ -152,8 +154,8 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class TeacherConfig(Settings):
-    """agents.<name>.teacher: a larger model. The agent is trained towards the log-probs that the teacher gives to the
-    agent's tokens (docs/teachers.md)."""
+    """agents.<name>.teacher: a frozen policy, usually larger. Training moves the agent's log-probs of its own tokens towards the
+    teacher's (docs/teachers.md)."""
 
     policy: str = Field(description="name under `policies` of a frozen policy with its own engines")
     coef: float = Field(1.0, gt=0, le=MOST)
@@ -173,8 +175,8 @@ class AgentConfig(Settings):
 
     policy: str = Field("main", description="name under `policies`")
     prompt: str | None = None
-    """built-in prompt set (`marsrl prompts`) or FILE.yaml (docs/prompts.md), which also says how outputs are parsed; default:
-    the task's prompt set"""
+    """built-in prompt set (`marsrl prompts`) or FILE.yaml (docs/prompts.md). A prompt set also specifies how outputs are parsed.
+    Default: the task's prompt set"""
     system: Text | None = None
     """replaces the prompt set's system message; same placeholders (docs/prompts.md)"""
     suffix: Text | None = None
@@ -204,7 +206,7 @@ class AgentConfig(Settings):
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """chat template options of this agent (Qwen3: enable_thinking)"""
     loss_weight: float = Field(1.0, ge=0)
-    """factor on this agent's advantages, except a teacher's term or a KL penalty (loss.kl_in); 0: no training on rewards"""
+    """factor on this agent's advantages, but not on a teacher's term or a KL penalty (loss.kl_in); 0: no training on rewards"""
     teacher: TeacherConfig | None = None
     """frozen policy that is distilled into this agent, on the agent's samples and at its temperature (docs/teachers.md)"""
     clip_low: Share | None = Field(None, description="lower clip bound for this agent's tokens; default: loss.clip_low")
@@ -221,8 +223,8 @@ class AgentConfig(Settings):
     """also pick outputs without a readable answer; for a Corrector, also reports without a verdict if the Verifier's
     missing_verdict is wrong"""
     parser: Literal["strict", "compat", "boxed", "final_answer"] = "strict"
-    """strict: as the prompt set specifies. Answers: boxed, final_answer (docs/prompts.md). Verdicts: compat, as a paper's
-    published code parses them, if the prompt asks for that form (docs/evaluate.md)"""
+    """strict: parse as the prompt set specifies. boxed, final_answer: other formats of answers (docs/prompts.md). compat: parse
+    verdicts like the code published with the prompt's paper (docs/evaluate.md)"""
     missing_verdict: Literal["wrong", "correct"] = "wrong"
     """verdict assumed for a report without a readable one; the report's reward is 0 either way"""
 
@@ -419,8 +421,8 @@ class RolloutConfig(Settings):
         if self.most_problems * self.group_size * self.picks > MOST_TOKENS:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
-                f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
-                + (f" with rollout.refill.most = {self.refill.most:g} times as many" if self.refill else "")
+                f"{self.group_size:,} x {self.picks:,} samples of one agent in a step; expected at most {MOST_TOKENS:,}"
+                + (f" after multiplication by rollout.refill.most = {self.refill.most:g}" if self.refill else "")
             )
         if self.stage_size == "total" and self.pipeline == "trajectory":
             raise ValueError(
@@ -461,7 +463,7 @@ class EvaluateConfig(Settings):
     max_iterations: Count | None = None
     """maximum Verifier calls; default: 10, or the script's 11 with compat=marsrl"""
     compat: Literal["marsrl"] | None = None
-    """marsrl: run and score as the script published with arXiv:2511.11373, for comparison with its figures
+    """marsrl: run and score like the script published with arXiv:2511.11373, for comparison with the paper's figures
     (docs/evaluate.md)"""
     temperature: Temperature = 0.6
     """sampling temperature of all agents in evaluations, above 0 (agents.<name>.temperature is for training); greedy:
@@ -471,7 +473,7 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """maximum fixed inputs of a Verifier, half of them right; for a Corrector, the maximum of wrong and of right inputs"""
+    """maximum number of fixed inputs. Verifier: total, half of them right. Corrector: number of wrong ones, and of right ones"""
 
     @property
     def most_verdicts(self) -> int:

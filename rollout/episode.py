@@ -25,7 +25,7 @@ class Episode:
     """One team's work on one problem.
 
         solver = episode.ask("solver", num_samples=8)           # episode.id is "000017"
-        solver.id in episode.answers                            # 8 samples, from "000017/solver:0"
+        episode.samples(solver)                                 # once over: 8 samples, "000017/solver:0" to "000017/solver:7"
 
     id: "000017", or "000017.3" if a rollout instance has several episodes. rollout_id: id of the instance.
     seed: run.seed. asks: asks so far, by id, in order. answers: the samples of each finished ask, by index, without their tokens;
@@ -93,7 +93,7 @@ class Episode:
         return self.answers.get(ask.id, ())
 
     def said(self, ask: Ask) -> Sample | None:
-        """Return the ask's first sample, or None if there is none (yet)."""
+        """Return the ask's first sample without an error, or None if there is none (yet)."""
         return next((sample for sample in self.samples(ask) if sample.finish is not Finish.ERROR), None)
 
     def sample(self, uid: str) -> Sample:

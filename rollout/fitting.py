@@ -34,7 +34,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def even_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """Return the part of each length that is kept, `room` in total: the longest are cut first, to a common length."""
+    """Return how much of each length is kept, at most `room` in total: the longest are cut first, to a common length."""
     kept = [0] * len(lengths)
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
         kept[index] = min(lengths[index], room // (len(lengths) - place))

@@ -19,7 +19,7 @@ def imports_for_good() -> Iterator[None]:
     times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection
     is off in the block, and all objects that exist at its end are exempt permanently (gc.freeze). Garbage among them is
     never freed: create nothing else in the block. Afterwards young objects are collected every 10,000 allocations instead
-    of 700, because a process that plays episodes allocates thousands a second, which live as long as their samples.
+    of 700: a process that plays episodes allocates thousands of objects a second, and they live as long as their samples.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -47,8 +47,10 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def check_installed(setting: str, *packages: str, extra: str = "", otherwise: str = "") -> None:
-    """Raise ValueError if a setting's packages are missing. extra: marsrl's extra with them; otherwise: an alternative to
-    suggest."""
+    """Raise ValueError if a setting's packages are missing.
+
+    extra: marsrl's extra that installs the packages. otherwise: alternative that the message suggests.
+    """
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ValueError(
             f"{setting} needs {' and '.join(missing)}, which this environment lacks; run pip install {' '.join(missing)}"

@@ -30,7 +30,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]
 
 
 def _of_document(file: Path) -> list[object] | None:
-    """Return the rows of a file that is one JSON document; None if its lines are documents."""
+    """Return the rows of a file that is one JSON document; None if each line is a document."""
     with file.open("rb") as opened:
         is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array and file.suffix != ".json":
@@ -68,7 +68,10 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
                 "object on each line"
             )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # also numbers with thousands of digits, and thousands of brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # for instance thousands of digits in a number, or thousands of nested brackets
         return BadLine(f"not readable as JSON: {error}")
     return _object(row)
 

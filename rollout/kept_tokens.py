@@ -36,7 +36,7 @@ class KeptTokens:
         return KeptTokens(np.concatenate([self.ids, other.ids]), np.concatenate([self.counts, other.counts]))
 
     def lacks(self, token_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return [N] bool: True where the token was not among those kept."""
+        """Return the positions, int64, whose token is not one of the kept ids; positions without kept ids do not count."""
         place = np.arange(len(self.counts)).repeat(self.counts)
         found = np.bincount(place[self.ids == token_ids[place]], minlength=len(self.counts))
         return np.flatnonzero((found == 0) & (self.counts > 0))

@@ -15,7 +15,8 @@ class _Family:
     """Properties of one architecture, taken from transformers' modeling files.
 
     biases_by: {key of config.json: the ModelShape fields that it sets}. fixed: {key: the only supported value, also
-    its default}; some are read by vLLM only. sliding_window: the key's default; None: not in this architecture.
+    its default}; only vLLM reads some of these keys. sliding_window: default of config.json's sliding_window; None: the
+    architecture has no sliding window.
     """
 
     has_qkv_bias: bool = False
@@ -85,7 +86,7 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
 
     def settings(self) -> dict[str, float]:
-        """Settings that change results but not a tensor's name or shape, so that checksums cannot detect them."""
+        """Return settings that change results but no tensor, so that checksums of the weights cannot detect a difference."""
         router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
         scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
         return {

@@ -26,7 +26,8 @@ _in_memory: dict[str, type] = {}
 class _BesideUsersFiles:
     """Finder of modules that are next to imported user files, for `from guess import Word` in such a file.
 
-    Runs last, and never for the names of marsrl's own folders, which other packages use too.
+    It runs after all other finders. It never finds `kernels`, `rollout` and `trainer`: beside a user's file these may be marsrl's
+    own folders, while the import may be of another package with that name.
     """
 
     folders: ClassVar[list[str]] = []
@@ -51,8 +52,8 @@ def is_in_memory(name: str) -> bool:
 def name_of(kind: type) -> str:
     """Return the name by which own_class finds this class: FILE.py:CLASS, or memory:CLASS.
 
-    FILE.py is the file of a module that is imported by that name alone. It is not __main__, which would run a second time, nor
-    a module of a package, which may import its neighbours by relative names.
+    FILE.py is returned for a class of a top-level module. Other classes are named memory:CLASS, because importing the file again
+    would run a script (__main__) twice, and would break relative imports in a module of a package.
     """
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)

@@ -16,10 +16,10 @@ ExpertArray = npt.NDArray[np.uint8 | np.int16]
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.int16]:
-    """Return the smallest type that holds every expert and NOT_RECORDED."""
+    """Return the smallest integer dtype that holds every expert's index and the placeholder of not_recorded."""
     return np.dtype(np.uint8) if num_experts <= np.iinfo(np.uint8).max else np.dtype(np.int16)
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """Return the placeholder for a missing record: the type's largest value, which is never an expert's number."""
+    """Return the placeholder for a missing record: the dtype's largest value, which is never an expert's index."""
     return int(np.iinfo(np.dtype(dtype)).max)

@@ -1,5 +1,7 @@
-"""Exact conversion of dataclasses with arrays to and from bytes (msgpack, no pickle): checkpoints, batches, requests,
-results."""
+"""Exact conversion of dataclasses with arrays to and from bytes (msgpack, no pickle).
+
+Used for checkpoints, batches, requests and results.
+"""
 
 from __future__ import annotations
 

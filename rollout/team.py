@@ -54,9 +54,10 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """Judge of answers that measures its busy periods. The model judges episodes whose purposes it serves, the task the others.
+    """Judge of answers that measures its busy periods.
 
-    on_call, if set, receives each period with pending answers: (number of answers, start, end), in seconds of time.time().
+    `model` judges the episodes whose purpose it serves; `judge`, the task's, judges all others. on_call, if set, receives each
+    period with pending answers: (number of answers, start, end), in seconds of time.time().
     """
 
     def __init__(self, judge: Judge, model: ModelJudge | None = None) -> None:
@@ -220,7 +221,7 @@ class Team:
         return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Return the sample whose answer counts in a finished episode."""
+        """Return the sample whose answer counts in a finished episode, or None."""
         return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
@@ -346,7 +347,7 @@ class Team:
                 return waiting
         try:
             parsed = returned.parsed(self.orchestration.parse(sample), sample)
-            # Only a sample that ended by itself can wait.
+            # parse() may set WAITING, which is valid only if the model itself ended the turn.
             return replace(parsed, finish=finish) if finish is not Finish.STOP else parsed
         except Exception as raised:
             return self._failed(sample, "parse", raised)

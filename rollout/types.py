@@ -1,6 +1,6 @@
 """The data contract between rollout and trainer, in the order the data flows.
 
-    Problem -> Ask (an agent is asked) -> Sample (one completion) -> reward -> Group (samples that are compared)
+    Problem -> Ask (a call of an agent) -> Sample (one completion) -> reward -> Group (samples that are compared)
 
 All classes are immutable and hold only numpy arrays and plain values, so that they can be sent between processes. Token ids are
 sent; text is decoded once for parsing and viewing, and is never tokenised again as a completion.
@@ -244,15 +244,15 @@ class Sample:
     token_ids [N] int32 and rollout_logprobs [N] float32 cover the completion only, end token included. Log-probs are in
     nats, at the sampling temperature, under the weights that sampled, renormalised over the tokens that the sampler kept.
     is_sampled [N] is False for tokens that are not trained: tokens that a tool or another agent wrote while the sample waited,
-    and answers that a program discarded or never read. turn: number of such continuations so far; turn_start: index in `text`
-    after the last one; in_thought: True if that position is within a thought (<think>).
+    and answers that a program discarded or never read. turn: number of times that the sample has continued after waiting;
+    turn_start: index in `text` at which the current turn begins; in_thought: True if it begins within a thought (<think>).
     turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text` of the end of the
-    last answer that was read, if others follow; None: the end.
+    last answer that was read, if unread answers follow; None: the end of `text`.
     behind: longest common prefix with an earlier sample of the agent in a program's session; None if there is none. caller:
-    answer that made a program start this sample's sub-agent; None for other samples. rewritten: reason, for display, why the
-    sample does not continue an earlier one, such as a change of the chat; "" if it is new.
+    answer that made a program start this sample's sub-agent; None for other samples. rewritten: what a
+    program changed in its chat, so that the sample does not continue an earlier one (for display); "" if it changed nothing.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
-    that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
+    of `text` that other agents see. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
     gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
     routed_experts: experts of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     kept_tokens: tokens that the sampler kept at each of the completion's N positions; None: not recorded.
