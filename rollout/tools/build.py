@@ -36,9 +36,10 @@ _LOOKED_AT = 1000  # number of a corpus's documents that are checked before the 
 def build_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> ToolPool:
-    """Build a pool of these tools, which must be set. The caller closes the pool.
+    """Build a pool of the named tools. The caller must close it.
 
-    documents, papers: the task's corpora, for search and scholar without a configured corpus.
+    names: tools to build; those without settings are skipped. documents, papers: the task's corpora, for search and scholar
+        without a configured corpus.
 
     Raises:
         ValueError, OSError: a corpus is invalid or cannot be read; this machine has no sandbox for tools.python.

@@ -33,7 +33,7 @@ class ToolLimits(Settings):
         60.0, description="time limit of a call; a longer call is an error, and its thread is abandoned"
     )
     concurrency: Ranks = 8
-    """maximum concurrent calls; as many more may hang beyond timeout_s, then new calls are rejected until one ends"""
+    """maximum concurrent calls. As many again may still hang after timeout_s; then new calls are rejected until one ends"""
     max_output_chars: Tokens = 16_000
     """maximum length of one output, all parts together; the longest parts are cut to fit, with a mark"""
     cache_mib: SizeOr0 = Field(64, description="cache of outputs for repeated calls, MiB; 0: none")

@@ -29,7 +29,7 @@ from marsrl.rollout.tools.protocol import ToolError
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _TEXTS = ("application/xhtml+xml", "application/pdf")  # accepted media types besides text/*
-# Media types that say little, so that the first bytes of the body decide.
+# Unspecific media types: the first bytes of the body decide.
 _UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")
 _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message
@@ -56,8 +56,7 @@ class Fetched:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Return True for a unicast address of the public Internet, including IPv4-mapped ones, that is not a tunnel or
-    translation."""
+    """Return True for a unicast address of the public Internet; False for IPv6 forms of IPv4 addresses (mapped, 6to4, NAT64)."""
     if isinstance(address, IPv4Address):
         return (
             address.is_global and not address.is_multicast and not any(address in network for network in _NOT_PUBLIC_4)
@@ -186,7 +185,7 @@ class _PublicNetwork(httpcore.NetworkBackend):
             raise httpcore.ConnectError(f"{host[:_MOST_SHOWN]} cannot be looked up ({error})") from None
         addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in infos))
         if host.lower() not in self._allowed and not all(is_public(ip_address(address)) for address in addresses):
-            # The message hides the address: a page could probe the names of a private network.
+            # The message omits the address: otherwise a page could probe the names of a private network.
             raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
         return addresses
 

@@ -1,7 +1,7 @@
 """User's Python function as a tool, called in a separate process (rollout/worker_process.py).
 
-A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}, whose reply is the function's
-schema, {"description", "parameters"}, or {"refused": why it cannot be a tool}.
+A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}; its reply is the
+function's schema, {"description", "parameters"}, or {"refused": why the function cannot be a tool}.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _reader(signature: str, function: Callable[..., Any]) -> tuple[TypeAdapter[d
 
     arguments.__annotations__ = {**function.__annotations__, "return": dict[str, Any]}
     try:
-        # The type hints of TypeAdapter omit functions, which it accepts.
+        # TypeAdapter accepts functions, but its type hints do not.
         reader: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
         return reader, reader.json_schema(schema_generator=_WithoutTitles)
     except (PydanticUserError, NameError, TypeError) as error:

@@ -33,7 +33,7 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
 
 
 def _decoded(body: bytes, charset: str) -> str:
-    """Decode a text by the server's charset if it fits, else by the page's own or a detected one."""
+    """Decode a text by the server's charset, else as UTF-8, else by a charset that the page declares or trafilatura guesses."""
     for name in (charset, "utf-8"):
         with suppress(UnicodeError, LookupError):  # LookupError: no text encoding has this name
             return body.decode(name)

@@ -42,7 +42,7 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
 _MOST_PAGES = 32  # maximum pages of a server's list of tools
-_MOST_KIB = 4096  # limit of a command's line, or of an HTTP response; for an event of a stream, `mcp` allows 1 MiB
+_MOST_KIB = 4096  # limit of a line from a command, or of an HTTP response; `mcp` limits an event of a stream to 1 MiB
 _MOST_SHOWN = 300  # characters of a server's text in a message
 # Error codes of a lost session; an HTTP server that has forgotten the session returns the second.
 _LOST = (CONNECTION_CLOSED, INVALID_REQUEST)
@@ -243,8 +243,8 @@ def _shown(content: ContentBlock) -> str:
 def _say(texts: Sequence[str], structured: object) -> bool:
     """Return True if the texts repeat the structured content.
 
-    They do if one text is the content's JSON, as the protocol recommends. They also do if they are the value, or its items, that
-    the Python SDK has wrapped as {"result": value}.
+    This is so if one text is the content's JSON, as the protocol recommends. The Python SDK wraps a value that is no object as
+    {"result": value}; then it is also so if the texts are that value, or its items.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):

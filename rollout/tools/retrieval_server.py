@@ -33,8 +33,8 @@ class Query(BaseModel):
 
 
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
-    """Build the application, which answers in threads. top_k: for requests without one."""
-    # Disables FastAPI's pages, which load scripts from other sites.
+    """Build the application, which answers in threads. top_k: documents per query if a request has no topk."""
+    # Disables FastAPI's documentation pages, which load scripts from other sites.
     app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)
 
     @app.post("/retrieve")

@@ -160,7 +160,7 @@ class SerpApi(_ServerSearch):
 
 
 def _with_bodies(documents: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
-    """Return each result once. After its snippet follows its page's text, or the reason why there is none.
+    """Return each result once, with its page's text after the snippet, or with the reason why the page has none.
 
     wait_s: maximum seconds for all pages together.
     """

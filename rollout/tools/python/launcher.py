@@ -2,7 +2,7 @@
 
 bubblewrap gives an interpreter its own file system root, with a read-only system and a small /tmp, and its own namespaces of
 processes, network, IPC and host name; guest.py adds limits and a seccomp filter. Whether this works depends on kernel, container
-and user, and cannot be told from version numbers, so check_sandbox starts an interpreter.
+and user, and cannot be derived from version numbers, so check_sandbox starts an interpreter.
 
 As root, the interpreter is started without a user namespace, and the guest then switches to an unused user id. In a user
 namespace the kernel would still treat it as root, who may write settings in /proc/sys and is exempt from the limit on processes.
@@ -108,7 +108,7 @@ def check_sandbox(config: PythonTool) -> None:
 
 
 def _what_helps() -> str:
-    """Return instructions for a machine without a sandbox, which name the kernel settings responsible."""
+    """Return instructions for a machine without a working sandbox; they name the kernel settings that prevent it."""
     cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap, or conda-forge's)"]
     if not _is_root():
         for (name, value), cure in _IN_THE_WAY.items():

@@ -25,7 +25,7 @@ _BOTH: tuple[tuple[str, int, int], ...] = (  # name, number on x86-64, number on
     ("fanotify_init", 300, 262),
     ("finit_module", 313, 273),
     ("init_module", 175, 105),
-    ("inotify_init1", 294, 26),  # also limited per user of the host
+    ("inotify_init1", 294, 26),  # the host limits these per user, across all sandboxes
     ("io_setup", 206, 0),
     ("kcmp", 312, 272),
     ("kexec_file_load", 320, 294),

@@ -8,8 +8,8 @@ root, user id, which all end with it. An interpreter that forks for each call wo
 another unless its own code isolated them. Here bubblewrap isolates them, and its cost, the start of an interpreter, is paid
 between the calls.
 
-Dedicated threads, the keepers, start interpreters: the kernel ends each one together with the thread that started it
-(PR_SET_PDEATHSIG), so that a killed trainer leaves none behind, and a ToolPool's threads may end earlier.
+Dedicated threads, the keepers, start the interpreters. The kernel kills an interpreter when the thread that started it ends
+(PR_SET_PDEATHSIG), so a killed trainer leaves none behind. A ToolPool's threads cannot start them, because they may end first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _START_S = 60.0  # limit until an interpreter is ready, on a busy machine
 _PAUSE_S = 5.0  # pause after a failed start
-_GIVES_WAY_S = 0.5  # seconds by which a start is delayed for running calls, while other interpreters are ready
+_GIVES_WAY_S = 0.5  # maximum delay of a start, in favour of running calls, while other interpreters are ready
 _NICE = 5
 _BYTES_A_CHAR = 4  # maximum bytes of a character in UTF-8
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
