@@ -24,7 +24,7 @@ class JudgeConfig(Settings):
 
     policy: str = Field(description="name under `policies` of a frozen policy, whose engines or server judge")
     when: Literal["evaluate", "always"] = "evaluate"
-    """answers that the model judges: those of evaluations only, or also of training; the task judges the others"""
+    """evaluate: the model judges the answers of evaluations, and the task those of training; always: the model judges all"""
     temperature: float = Field(0.0, ge=0, description="temperature of the first draw; 0: greedy")
     retries: int = Field(2, ge=0, le=100)
     """further draws, at temperature 0.7 or more, if a judgement is unreadable"""
@@ -35,7 +35,7 @@ class JudgeConfig(Settings):
         2000, description="maximum answer length; longer answers are wrong, without a judgement"
     )
     timeout_s: Seconds = 600.0
-    """time limit of a judgement, retries included; a later one is missing, and so is its reward"""
+    """time limit of a judgement, retries included; beyond it the judgement and the reward are missing"""
     max_missing_share: Share = 0.2
     """maximum share of answers without a judgement; beyond it the run stops"""
     cache_entries: CountOr0 = 100_000

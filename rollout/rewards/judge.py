@@ -28,10 +28,9 @@ from marsrl.rollout.worker_process import Answer, Crashed, Failed, Late, NotStar
 _log = logging.getLogger(__name__)
 
 Judge = Callable[[Problem, str], Future[Reward]]
-"""Judge that starts to judge an answer to a problem.
+"""Function that starts judging an answer to a problem and returns a future of its reward.
 
-An answer that cannot be judged gets a missing reward. An exception in the future is not caused by the answer and ends the
-run."""
+An answer that cannot be judged gets a missing reward. If the future raises, the cause is not the answer, and the run ends."""
 
 MATH_JUDGE = f"{__name__}:math_judge"
 _MEMORY_BYTES = 4 << 30

@@ -57,7 +57,7 @@ class ModelJudge:
 
     Args:
         pool: the policy's engines, which only the judge may call; close the pool after the judge.
-        own: the task's own judgement, for judge/compared and judge/agreed.
+        own: the task's own judge, for judge/compared and judge/agreed.
         right_answers: splits a reference into its right answers, any of which suffices.
     """
 
@@ -117,7 +117,7 @@ class ModelJudge:
         return reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
-        """Return metrics since the last call, judge/...; {} if the model judges no such answers.
+        """Return metrics since the last call, judge/...; {} if the model does not judge for this purpose.
 
         calls: number of answers. cached: answers judged before, or equal to one being judged. compared: answers judged by both
         the model and the task. agreed: compared answers with equal judgements. seconds: total time from answers to judgements.
@@ -302,7 +302,7 @@ class ModelJudge:
                 for result in await asyncio.to_thread(self.pool.collect, _COLLECT_S):
                     self._take(result)
                 with self._changed:
-                    self._changed.notify_all()  # sleep() waits for the last of them
+                    self._changed.notify_all()  # sleep() waits for the last draw
         except Exception as error:
             with self._changed:
                 self._error = error

@@ -124,7 +124,7 @@ def read_problem_rows(
 
 
 def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
-    """Read the problem of a row. keys: those of its question and its answer. Raises BadLine if it has none."""
+    """Read the problem of a row. keys: keys of its question and answer. Raises BadLine if either is missing or invalid."""
     question = _question(lookup(row, keys[0]), keys[0])
     found = lookup(row, keys[1])
     return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)

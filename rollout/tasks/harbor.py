@@ -1,4 +1,4 @@
-"""Tasks in Harbor's folders as problems of a program, and their containers and verifiers (docs/external.md).
+"""Tasks in Harbor's folder format, played by an external program and judged by their verifiers (docs/external.md).
 
     external: {command: [python, -m, marsrl.rollout.tasks.harbor, python, my_agent.py]}
 
@@ -150,7 +150,7 @@ def main(words: Sequence[str]) -> int:
         print("tasks in Harbor's folders need Docker, which does not run here; start it", file=sys.stderr)
         return 1
     if os.getpgrp() != os.getpid():
-        os.setpgrp()  # A worker has already done this, and ends the group with the session.
+        os.setpgrp()  # marsrl's worker has already done this; it kills the group when the session ends
     signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN, not inherited by the program
     problem = json.load(sys.stdin)
     folder = Path(problem["answer"])

@@ -58,7 +58,7 @@ class Mixture(tuple[Problem, ...]):
 def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
     """Read the problems of data.train: a path, files with counts, or files with weights, which give a Mixture.
 
-    With a list of files, ids begin with the index of the file, `0/train.jsonl:7`, as do error messages of read_problems.
+    With a list of files, ids begin with the file's index (`0/train.jsonl:7`), and error messages name it (`data.train[0]: ...`).
     """
     if isinstance(train, str):
         return read_named("data.train", train, read)
@@ -82,8 +82,8 @@ def read_eval(
 ) -> tuple[tuple[HeldOut, ...], int, tuple[str, ...]]:
     """Return (one set per file, number of skipped lines, warnings). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
-    A file's draw does not depend on the other files. num_problems, repeat: defaults for files without their own count or repeat.
-    num_problems: the most problems of a file; None: all. A ValueError of read_problems names the file's index.
+    A file's draw does not depend on the other files. num_problems (maximum per file; None: all) and repeat: defaults for
+    files without their own count or repeat. A ValueError of read_problems names the file's index.
     """
     sets, num_bad, warnings = [], 0, list[str]()
     for file, result in _each("data.eval", files, read):
