@@ -45,8 +45,8 @@ class Several:
     """Parts of an answer.
 
     brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: True if the parts are
-    values of different variables (x=1, y=2); values without names then count in the order of the variables. x_1 and x_2 are one
-    variable.
+    values of different variables (x=1, y=2); an answer without names must then list the values in the same order. x_1 and x_2
+    count as one variable.
     """
 
     brackets: str
@@ -133,7 +133,7 @@ def _found(sides: list[list[str]], operators: list[str], *, is_reference: bool) 
 
 
 def _region(part: list[str]) -> tuple[str, Set] | None:
-    """Return a set of real numbers, and the variable of the inequalities that describe it; None for anything else."""
+    """Return (variable of the inequalities, or "" without any; set of real numbers); None if the part is no such set."""
     if _REGION_MARKS.isdisjoint(part):
         return None
     from sympy import Intersection, Union

@@ -247,7 +247,7 @@ def _same_number(reference: Tokens, answer: Tokens) -> bool:
 
 
 def _rounds_to(part: Tokens, value: Fraction | None, exact: Tokens) -> bool:
-    """Return True if the exact number rounds to this decimal, which must have several digits."""
+    """Return True if the exact number rounds to this decimal, which must have _ROUNDED_DIGITS significant digits or more."""
     text = "".join(part).lstrip("+-")
     digits, point, decimals = text.partition(".")
     if value is None or not point or not decimals.isdigit() or "." in "".join(exact):

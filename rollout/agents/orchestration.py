@@ -58,7 +58,7 @@ class Orchestration:
     optional_tools: ClassVar[tuple[str, ...]] = ()
     """Names of further tools that `follow` calls if the config sets them.
 
-    The attribute `tools` of the Orchestration object then includes them, and the tools of its agents (agents.<name>.tools)."""
+    The object's attribute `tools` then includes these names; it also includes its agents' tools (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
     """Agents that are evaluated on fixed inputs, collected from episodes played before RL."""
 
@@ -142,7 +142,7 @@ class Orchestration:
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         """Return all asks and tool calls that are possible in this episode as it stands; may include earlier ones.
 
-        The episode ends once all of them are answered.
+        The episode ends once all asks and calls are answered.
         """
         raise NotImplementedError(f"{type(self).__name__}.follow is not defined; return the asks of an episode")
 

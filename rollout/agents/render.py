@@ -1,11 +1,11 @@
 """Conversion of chat messages to prompt token ids, such that no message can forge a control token.
 
 A chat template mixes control tokens (<|im_start|>) with untrusted contents, which it may trim, or split at </think>. So it is
-rendered with the contents themselves, which gives the text of `apply_chat_template`. Tokenising that as one string would turn
-control words inside contents into control tokens. To prevent this, contents with control words are disguised: each of their
-characters is replaced by a twin that occurs in no text (same length, never white space), in the content and where the template
-looks for them. In the result, control words in plain characters come from the template. Disguised ones come from contents, and
-are split before they are tokenised, which gives ordinary tokens with the same text.
+rendered with the contents themselves, which gives the text of `apply_chat_template`. Tokenising this text as one string would
+turn control words inside contents into control tokens. To prevent this, control words in contents are disguised: each character
+is replaced by a twin, a lone surrogate, which occurs in no text. Where the template searches contents for a control word, it
+searches for the disguised word. In the rendered text, plain control words come from the template. Disguised ones come from
+contents; they are split before tokenising, which gives ordinary tokens with the same text.
 
     contents with control words -> twins -> template -> [control id | text] ... -> ids
 """
@@ -79,8 +79,8 @@ class ChatRenderer:
             # Splits control words in a text, like the wrapper's option split_special_tokens.
             self._fast.encode_special_tokens = True
         self._unknown_id: int | None = self._tokenizer.unk_token_id
-        # Control words are all added tokens, not only those marked special: <think> and <tool_call> affect parsing too.
-        # Runs of spaces and plain words have no such effect, and stay in contents.
+        # Control words are the special tokens and all added tokens with punctuation: <think> and <tool_call> affect parsing too.
+        # Other added tokens, such as runs of spaces and plain words, have no such effect and stay in contents.
         added = self._tokenizer.added_tokens_decoder
         self._control = {
             token.content: index for index, token in added.items() if token.special or _MARK.search(token.content)
@@ -308,7 +308,7 @@ class ChatRenderer:
         return any(text[-num:] in self._heads or text[:num] in self._tails for num in range(1, self._longest))
 
     def _with_twins(self, template: str) -> str:
-        """Return a template that searches for the same control words and also for their twins."""
+        """Return the template with twins in the control words that it searches for in contents."""
         assert self._control_pattern is not None  # without control words no content would have twins
         pattern = self._control_pattern
 
@@ -382,8 +382,8 @@ class ChatRenderer:
     def pieces(self, ids: IntArray) -> list[str]:
         """Return the text of each token, for display; joined, they are the whole text, stop token included.
 
-        A token's text is what the token adds to the text of all tokens before it. A character that is split over tokens belongs
-        to the last of these, and so do invalid bytes.
+        A token's text is what the token adds to the text of all tokens before it. A character split over several tokens
+        belongs to the last of them, and so do invalid bytes.
         """
         numbers: list[int] = ids.tolist()
         windows = [numbers[max(0, end - _WINDOW) : end] for end in range(1, len(numbers) + 1)]

@@ -55,7 +55,7 @@ def answer_key(answer: str) -> str:
     """Return a normal form: answers with the same key are equal and count as one in a vote.
 
     Ignores case, white space, unicode form, quotes, dollar signs, a final full stop and LaTeX that only sets type. Numbers
-    compare by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}, 7e1), with a unit too (5 km, 5000 m). Needs no parser.
+    compare by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}, 7e1), with a unit too (5 km, 5000 m). Expressions are not evaluated.
     """
     text = _plain(answer)
     if bracketed := _BRACKETED_CHOICE.fullmatch(text):
