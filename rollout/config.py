@@ -49,7 +49,7 @@ OptionValues = Mapping[str, OptionValue]
 
 
 class Settings(BaseModel):
-    """Base of every settings model: frozen; rejects unknown keys; does not convert between numbers and strings.
+    """Base of every settings model. It is frozen, rejects unknown keys, and does not convert between numbers and strings.
 
     A field's description is in its Field(), or in the docstring below it if it is long.
     """
@@ -299,7 +299,9 @@ class LocalOptions(Settings):
 class OpenAIOptions(Settings):
     """Server with an OpenAI-compatible API (vLLM, SGLang, llama.cpp, hosted ones)."""
 
-    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions; or see `api`")
+    base_url: HttpUrl = Field(
+        description="http(s)://host[:port]/v1; requests go to base_url/completions (but see `api`)"
+    )
     model: str = Field(description="the model's name on that server")
     api_key_env: VariableName | None = None
     """environment variable that holds the key, never the key itself"""
@@ -307,7 +309,7 @@ class OpenAIOptions(Settings):
     """completions: prompts are rendered by marsrl with the chat template of policies.<name>.model. chat: messages go to
     base_url/chat/completions, for servers that support only that; omit policies.<name>.model (docs/frozen_policies.md)"""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """additional request fields (chat_template_kwargs: {enable_thinking: false}); they override ours, and null removes one"""
+    """additional request fields (chat_template_kwargs: {enable_thinking: false}); they override marsrl's, and null removes one"""
     prompt: Literal["text", "tokens"] = "text"
     """text: works with any server; omits the BOS token that the server's tokenizer adds. tokens: sends token ids, and
     end-of-turn ids as stop_token_ids; the server must use the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""
@@ -319,9 +321,9 @@ class OpenAIOptions(Settings):
 
 
 class RefillConfig(Settings):
-    """rollout.refill: problems that a step adds for groups without spread, whose rewards are equal (docs/credit.md)."""
+    """rollout.refill: problems that a step adds to replace groups without spread (all rewards equal; docs/credit.md)."""
 
-    groups: Count = Field(description="groups with spread that a step needs; it adds problems until it has as many")
+    groups: Count = Field(description="groups with spread that a step needs; it adds problems until it has this many")
     most: float = Field(2.0, gt=1, le=MOST)
     """maximum problems of a step, in multiples of prompts_per_step"""
 
@@ -336,8 +338,8 @@ class RolloutConfig(Settings):
     (rollout.engine=local) without overlap, rebalance and ray_address; else disaggregated"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
-    """between stages, move an engine from the least loaded policy to the most loaded one, if that one decoded over twice as
-    much and has room (docs/clusters.md)"""
+    """between stages, move an engine from the least loaded policy to the most loaded one, if the latter decoded more than
+    twice as much and has room (docs/clusters.md)"""
     threads: Ranks | None = Field(None, description="CPU threads of one engine; default: an even share of all cores")
     ray_address: str | None = None
     """Ray cluster to join, host:port. here or here:port (default 6379): start one that other hosts join with `ray start`.
@@ -373,7 +375,8 @@ class RolloutConfig(Settings):
         4096, description="start no new problems while more samples than this are carried over"
     )
     deadline_s: Seconds = 1800.0
-    """an engine counts as lost if a stage (with overlap: a request) takes longer; its startup may take ten times as long"""
+    """time limit of a stage (with overlap: of a request); beyond it the engine counts as lost. Its startup may take ten times as
+    long"""
     max_engine_restarts: CountOr0 = 16
     """number of lost engines (dead, or silent for deadline_s) that a run replaces per policy; the next loss ends the run"""
     max_turns: Count = 256
@@ -473,7 +476,8 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """maximum number of fixed inputs. Verifier: total, half of them right. Corrector: number of wrong ones, and of right ones"""
+    """maximum number of fixed inputs: for a Verifier the total, half of them right; for a Corrector that of wrong inputs, and of
+    right ones"""
 
     @property
     def most_verdicts(self) -> int:

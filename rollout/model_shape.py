@@ -132,7 +132,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model directory; ValueError: none, or files in the index are missing."""
+    """Return the safetensors files of a model directory. Raises ValueError if it has none, or lacks a file of its index."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -99,7 +99,7 @@ def _named(key: str, name: str) -> tuple[str, str, object]:
         if name not in _in_memory:
             raise ValueError(
                 f"{key} is {name!r}: a class of a notebook or script, and this process does not have it; pass the class again "
-                f"from Python (docs/python_api.md), or move it into a file and give {key}=FILE.py:{inside}"
+                f"from Python (docs/python_api.md), or move it into a file and set {key}=FILE.py:{inside}"
             )
         return place, inside, _in_memory[name]
     path = Path(place)

@@ -104,8 +104,8 @@ class Team:
     of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
     agents and orchestration call. gateway: serves programs that play episodes; None for other teams.
     teachers: engines, by policy, that score agents' samples (agents.<name>.teacher).
-    max_kept: {agent trained on truncated draws: maximum number of tokens that its sampler keeps at a position}. The kept ids of
-    these agents are recorded.
+    max_kept: {agent that is trained with top_p or top_k: maximum number of tokens that its sampler keeps at a position}. The ids
+    of kept tokens are recorded for these agents.
 
     If the orchestration's code, which may be a user's, raises, only that episode or sample ends as an error
     (rollout.max_error_share).

@@ -113,7 +113,7 @@ PENALTIES = ("format", "overlong")
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A judged completion.
+    """Reward of a completion.
 
         Reward(0.8, 1.0, {"answer": 1.0, "length": -0.2})       right, and longer than it should be
         Reward(MISSING, MISSING, note="no judgement within judge.timeout_s = 600 s")
