@@ -103,7 +103,7 @@ ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="ki
 class PythonTool(ToolLimits):
     """Interpreter for code that a model wrote, with a fresh sandbox for each call (docs/python.md)."""
 
-    wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
+    wall_s: Seconds = Field(20.0, description="time limit of a snippet, which is stopped then; must be below timeout_s")
     cpu_s: Count = Field(10, description="maximum CPU time of a process, s")
     memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="maximum address space of a process, MiB")
     processes: Count = Field(4, description="maximum processes and threads, including the interpreter")
@@ -144,7 +144,7 @@ class PagesConfig(ToolLimits):
     max_kib: Size = Field(8192, description="maximum page size, as sent and as decompressed, KiB")
     workers: Ranks = Field(2, description="processes that parse pages; hung or crashed ones are replaced")
     memory_mib: int = Field(
-        1024, ge=256, le=MOST_MIB, description="maximum address space of each of these processes, MiB"
+        1024, ge=256, le=MOST_MIB, description="maximum address space of a process that parses pages, MiB"
     )
     allow_hosts: list[str] = Field([])
     """hosts, as written in addresses, that may have a private IP address, such as an internal wiki; all others must be
@@ -214,7 +214,7 @@ def how_to_set(name: str) -> str:
 
 
 class ToolsConfig(Settings):
-    """Tools that agents can call, by name, and how pages are read for them; any other name is a user's tool."""
+    """Tools that agents can call, by name, and the limits of reading pages; names not listed here are users' tools."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[

@@ -50,7 +50,7 @@ class Paper(_Row):
 
     @property
     def document(self) -> Document:
-        """Convert the paper to a document for the index and for agents; includes the year, so that a query can name it."""
+        """Convert the paper to a document for the index and for agents, with the year, so that queries can match it."""
         fields = {"Year": self.year, "Citations": self.citations, "Abstract": self.abstract or None}
         return Document(str(self.id), self.title, said_of(fields))
 

@@ -243,8 +243,8 @@ def _shown(content: ContentBlock) -> str:
 def _say(texts: Sequence[str], structured: object) -> bool:
     """Return True if the texts repeat the structured content.
 
-    This is so if one text is the content's JSON, as the protocol recommends. The Python SDK wraps a value that is no object as
-    {"result": value}; then it is also so if the texts are that value, or its items.
+    This is so if one text is the content's JSON, as the protocol recommends. The Python SDK wraps a value that is not an object
+    as {"result": value}; then it is also so if the texts are that value, or its items.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):

@@ -140,7 +140,7 @@ class ToolPool:
         return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
-        """Return the metrics tools/<name>/... since the last call: ended calls, seconds of runs, truncated outputs, parts."""
+        """Return metrics since the last call, by name: tools/<name>/calls, errors, seconds and others, with the tools' own."""
         with self._lock:
             self._add_own_counts()
             counts = {lane.name: lane.books.take_counts() for lane in self._lanes.values()}
@@ -216,7 +216,7 @@ class ToolPool:
         self._start_runs(lane)
 
     def _start_runs(self, lane: _Lane) -> None:
-        """Start waiting runs up to the limit; none while too many hang."""
+        """Start waiting runs up to the limit; while too many runs hang, end the waiting ones with an error instead."""
         while lane.queue and lane.num_hung >= lane.limits.concurrency:
             _end_run(lane, lane.queue.popleft(), lane.hangs())
         while lane.queue and len(lane.running) < lane.limits.concurrency:

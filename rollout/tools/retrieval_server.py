@@ -1,4 +1,4 @@
-"""HTTP server of the index for Search-R1's and Dr. MAS's code (protocol: servers.py): `marsrl serve-retrieval`.
+"""HTTP server of a search index, with the protocol of Search-R1 and Dr. MAS (see servers.py): `marsrl serve-retrieval`.
 
 Accepts several `queries`, or one `query`; without return_scores, results are lists of bare documents. There is no
 authentication: anyone who reaches the address can search.

@@ -36,7 +36,7 @@ _STOP_WORDS = frozenset(_STOPS.split())
 
 
 class SearchIndex:
-    """Searchable index of documents. Thread-safe. Close it: it may own a file."""
+    """Searchable index of documents. Thread-safe. The caller must close it: it may own a temporary file."""
 
     def __init__(self, file: Path, owned: tempfile.TemporaryDirectory[str] | None = None) -> None:
         """Open an existing index; build_index and open_index create one. owned: a folder that `close` removes."""

@@ -8,10 +8,10 @@ Search-R1's server reads `queries`, Dr. MAS's `query`; both ignore unknown keys.
     GET base_url/search.json?engine=google&q=...&num=10&api_key=...
     200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
 
-For scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
-successful search may have no organic_results, because Google found nothing or shows only other boxes, and a result may have no
-title. The protocol requires the key in the address. It is never logged or stored, and is removed from the server's text if that
-repeats it.
+With engine=google_scholar, results also have "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total":
+12}}. A successful search may have no organic_results, because Google found nothing or shows only results of other kinds. A
+result may have no title. The protocol requires the key in the address. The key is never logged or stored, and is removed from
+the server's text if that repeats it.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     # The guest needs these to set up the sandbox, and then drops them.
     capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]
     command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
-    # By default the namespace's first process is bubblewrap, without the filter. Under root, bubblewrap has another user id, so
-    # the guest cannot touch it, and it alone receives the signal that ends all processes when the trainer dies. Otherwise the
-    # guest could write bubblewrap's memory, so the guest must be the first process.
+    # By default bubblewrap stays the namespace's first process, without the filter; it receives the signal that ends all
+    # processes when the trainer dies. Under root this is safe, because the guest has another user id and cannot touch it.
+    # Otherwise the guest could write to bubblewrap's memory, so the guest itself becomes the first process.
     command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
     size = str(config.tmp_mib << 20)
     # Mounted first, since the folder of packages may be below /tmp.
