@@ -132,7 +132,7 @@ def _unwrapped(match: re.Match[str]) -> str:
 def tokens(text: str, thousands: bool = True) -> list[str]:
     """Split a `one_form` text into commands, numbers, words, brackets and other characters; each run of white space is " ".
 
-    thousands: 100,200 outside brackets is a number, not a list.
+    thousands: True to read 100,200 outside brackets as a number, False to read it as a list.
     """
     if thousands and not any(bracket in text for bracket in "([") and "\\{" not in text:  # (1,234) is a pair
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)

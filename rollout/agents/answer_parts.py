@@ -44,9 +44,9 @@ _REGION_MARKS = frozenset(["(", "[", r"\{", "<", ">", r"\leq", r"\geq", r"\neq",
 class Several:
     """Parts of an answer.
 
-    brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: True if the parts are
-    values of different variables (x=1, y=2); an answer without names must then list the values in the same order. x_1 and x_2
-    count as one variable.
+    brackets: "" for a list, "{" for a set, "(" for a tuple, ":" for a ratio. name: x, if each part is a value of x. ordered: True
+    if the parts are values of different variables (x=1, y=2); an answer without names must then list the values in the same
+    order. x_1 and x_2 count as one variable.
     """
 
     brackets: str
@@ -122,8 +122,8 @@ def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[s
 def _found(sides: list[list[str]], operators: list[str], *, is_reference: bool) -> list[str] | None:
     """Return the value that an equation states for a name or an expression (a+b=5); None if it states none, or the value is 0.
 
-    is_reference: the equation is the reference. In a reference x+y=5 may describe a line, so it states no value; AB=5 and
-    S_1:S_2=5 do.
+    is_reference: True if the equation is the reference. Then an expression has a value only if it is a quantity in upper case
+    (AB=5, S_1:S_2=5), since x+y=5 may describe a line.
     """
     value = _assigned(sides, operators)[1]
     if value is not None or operators != ["="] or not constant(sides[1]):
@@ -342,7 +342,7 @@ def _same_relation(sides: list[list[str]], operators: list[str], others: list[li
 
 
 def _mirrored(sides: list[list[str]], operators: list[str]) -> tuple[list[list[str]], list[str]]:
-    """Return the relation without > and \\geq."""
+    """Rewrite a relation without > and \\geq: x > 2 becomes 2 < x."""
     if _MIRRORED.keys().isdisjoint(operators):
         return sides, operators
     back = {small: large for large, small in _MIRRORED.items()}

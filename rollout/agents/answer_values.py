@@ -1,7 +1,7 @@
 r"""Equality of two mathematical expressions by value. An expression is read completely or rejected.
 
 Constants are compared exactly if they are rational, otherwise at a relative precision of 300 digits. Expressions with variables
-are equal if they have equal values at every tried point where both are defined in the reals (in the complex numbers if an
+are equal if they have equal values at every sample point where both are defined in the reals (in the complex numbers if an
 expression has an i). latex2sympy2_extended, which math-verify uses, reads 2(3) as 5, y''+2y as 3y, \frac{4}{2}\frac{1}{3} as 7/3
 and 25^\circ as 25, so this module has its own parser, with mpmath's functions. Nothing is evaluated as Python.
 """
@@ -58,7 +58,7 @@ class Undefined(Exception):
 
 
 def same_value(wanted: Tokens, said: Tokens) -> bool:
-    """Return True if both can be read and are equal wherever both are defined."""
+    """Return True if both can be read and are equal at every sample point where both are defined."""
     a, b = _one_case(normal(wanted), normal(said))
     if a == b:
         return True
@@ -78,7 +78,7 @@ def same_value(wanted: Tokens, said: Tokens) -> bool:
 
 
 def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
-    """Return True if wanted = c * said at every tried point, for one constant c other than 0. positive: c must be positive."""
+    """Return True if wanted = c * said at every sample point, for one constant c other than 0. positive: c must be positive."""
     a, b = _one_case(normal(wanted), normal(said))
     ratio, equal = None, 0
     if _variables(a) != _variables(b):

@@ -1,5 +1,7 @@
-"""Tokenizer for models without a vocabulary: one token per byte, with a ChatML template like Qwen's that supports tool
-calls."""
+"""Tokenizer for models without a vocabulary: one token per byte.
+
+Its chat template is ChatML, like Qwen's, and supports tool calls.
+"""
 
 from __future__ import annotations
 

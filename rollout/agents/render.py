@@ -348,7 +348,7 @@ class ChatRenderer:
     ) -> None:
         """Raise ValueError if the template omits a turn.
 
-        may_move: the template may reorder contents: Mistral's puts the system message into the last turn.
+        may_move: True if the template may reorder contents. Mistral's puts the system message into the last turn.
         """
         turns = [{"role": role, "content": _PLACEHOLDER.format(index=index)} for index, role in enumerate(roles)]
         text = self._applied(turns, (), dict(template_options))
@@ -434,7 +434,7 @@ class ChatRenderer:
         return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
 
     def why_not_text(self) -> list[str]:
-        """Return reasons why a server that gets prompts as text would tokenise or end them unlike marsrl's engines."""
+        """Return reasons why a server that gets prompts as text would tokenise or end them differently from marsrl's engines."""
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
         added = self._text(last if prompt.startswith(self._text(first)) else first + last)

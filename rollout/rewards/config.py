@@ -20,7 +20,7 @@ class JudgeOptions(Settings):
 
 
 class JudgeConfig(Settings):
-    """Language model that judges answers instead of the task, by the protocol of Humanity's Last Exam."""
+    """Language model that judges answers in place of the task, with the protocol of Humanity's Last Exam."""
 
     policy: str = Field(description="name under `policies` of a frozen policy, whose engines or server judge")
     when: Literal["evaluate", "always"] = "evaluate"
@@ -39,6 +39,6 @@ class JudgeConfig(Settings):
     max_missing_share: Share = 0.2
     """maximum share of answers without a judgement; beyond it the run stops"""
     cache_entries: CountOr0 = 100_000
-    """cache size in judgements, least recently used dropped first: equal answers are judged once; 0: no cache"""
+    """maximum number of judgements in the LRU cache, which answers repeated requests; 0: no cache"""
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """chat template options of the judge (Qwen3: enable_thinking)"""

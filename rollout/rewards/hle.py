@@ -66,7 +66,7 @@ class Unreadable(ValueError):
 
 
 def judge_messages(question: str, answer: str, references: Sequence[str], secret: int) -> tuple[Message, ...]:
-    """Build the chat that asks for a judgement of this answer. secret: the mark is derived from it and the texts."""
+    """Build the chat that asks for a judgement of this answer. secret: number; the mark is a hash of it and the texts."""
     reference = references[0] if len(references) == 1 else _SEVERAL + "\n".join(references)
     texts = {"question": question, "answer": answer, "reference": reference}
     told = "\0".join([str(secret), *texts.values()]).encode("utf-8", "replace")
@@ -77,8 +77,8 @@ def judge_messages(question: str, answer: str, references: Sequence[str], secret
 def read_judgement(text: str) -> Judgement:
     """Parse the judgement in the visible part of a judge's whole completion. Linear in its length.
 
-    Strict: exactly one line must be the field `correct`, with only yes or no as value (in upper or lower case; Markdown around it
-    and a full stop are allowed). The other fields may occur once, and extracted_final_answer and reasoning only before it. So a
+    Exactly one line must be the field `correct`, with only yes or no as value (upper or lower case; Markdown around it and a full
+    stop are allowed). The other fields may occur once; extracted_final_answer and reasoning must come before `correct`. So a
     judge that copies fields from its input is rejected. Raises Unreadable if the completion breaks these rules.
     """
     fields: dict[str, str] = {}

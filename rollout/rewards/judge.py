@@ -44,12 +44,12 @@ def known(reward: Reward) -> Future[Reward]:
 
 
 def judge_processes(number: int, load: str, arguments: Mapping[str, object]) -> WorkerPool:
-    """Create worker processes with the judges' limits, in which sets and hashes have a fixed order."""
+    """Create worker processes with the judges' memory limit and a fixed hash seed (PYTHONHASHSEED=0)."""
     return WorkerPool(number, load, arguments, _MEMORY_BYTES, {**os.environ, "PYTHONHASHSEED": "0"})
 
 
 class RewardPool:
-    """Pool of judge processes, each with a thread that feeds it; they start with the first answers.
+    """Pool of judge processes, each with a thread that feeds it; a process starts when an answer needs it.
 
         with closing(RewardPool(JudgeOptions(workers=2, timeout_s=10))) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()

@@ -1,6 +1,6 @@
 """Settings of tasks: the files of problems (data.train, data.eval), `task_options`, and what tutors of the warm start write.
 
-Import-light: pydantic only. A tutor writes completions for an agent to learn from; a *slip* is a deliberate mistake in them,
+Imports only pydantic. A tutor writes completions for an agent to learn from; a *slip* is a deliberate mistake in them,
 which leaves RL something to improve.
 """
 
@@ -88,7 +88,7 @@ def read_eval_files(value: Any) -> Any:
 
 
 def _read_list(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
-    """Read the items of a list of files. accepted: their types, beside `kind`; a str is a path. ValueError names the index."""
+    """Read the items of a list of files. accepted: item types besides `kind`; a str is a path. ValueError names the index."""
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
     files: list[_File] = []

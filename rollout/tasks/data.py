@@ -53,7 +53,8 @@ def read_problems(
     """Read all problems of a file or dataset directory. Keys not given are inferred from the first readable row.
 
     Ids consist of file name and line number, so they are stable while the file is unchanged. Problems whose answer is a
-    placeholder are skipped and counted, unless on_placeholder keeps them. A folder of Harbor's tasks has their names as ids.
+    placeholder are skipped and counted, unless on_placeholder keeps them. For a folder of Harbor's tasks, ids are the
+    tasks' names.
     """
     if tasks := harbor_problems(Path(path), task):
         return ReadResult(tuple(tasks), 0)

@@ -59,7 +59,7 @@ def _instruction(folder: Path) -> str:
         raise ValueError(f"{folder}: {why}; remove the task, or run it with Harbor's own command")
     text = _CANARY.sub("", (folder / "instruction.md").read_text("utf-8")).strip()
     if not text:
-        raise ValueError(f"{folder}/instruction.md is empty; expected what the agent is asked")
+        raise ValueError(f"{folder}/instruction.md is empty; expected the instruction for the agent")
     return text
 
 
@@ -145,7 +145,7 @@ def _reward(container: str) -> float:
 
 
 def main(words: Sequence[str]) -> int:
-    """Play the task of the problem on standard input with this program, and print the reward."""
+    """Play the task of the problem on standard input with the program `words` (its command line), and print the reward."""
     if _docker_is_missing():
         print("tasks in Harbor's folders need Docker, which does not run here; start it", file=sys.stderr)
         return 1

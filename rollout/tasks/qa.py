@@ -45,7 +45,7 @@ def f1(answer: str, right: str) -> float:
 
 
 def qa_task(train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> Task:
-    """Build the task from problems of `data.read_problems`; without problems, it asks about the facts of options.world_seed."""
+    """Build the task. `train`: problems read from files; if empty, the problems are about the world of options.world_seed."""
 
     def judge(problem: Problem, answer: str) -> Future[Reward]:
         return known(_judgement(problem, answer, options))

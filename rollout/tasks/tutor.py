@@ -40,8 +40,9 @@ Options = TypeVar("Options", bound=Settings)
 
 
 class Tutor(ABC, Generic[Options]):
-    """Writer of one team's demonstrations with deliberate mistakes (slips), which RL removes. Equal seeds give equal
-    demonstrations.
+    """Writer of one team's demonstrations with deliberate mistakes (slips), which RL removes.
+
+    Equal seeds give equal demonstrations.
 
     tokenizer: key of rollout.tasks.registry.TOKENIZERS. task_options: class of the task's options. judged: (role whose loss ends
     phase 1, role whose loss ends phase 2).

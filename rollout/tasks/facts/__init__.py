@@ -230,7 +230,7 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
-    """Build papers by these people, and add the papers' facts. Each paper except the oldest is based on an earlier one."""
+    """Build papers by these people, and add their facts to `facts`. Each paper but the oldest is based on an earlier one."""
     rng = random.Random(f"linked papers/{options.world_seed}")
     names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
     titles = rng.sample(names, options.papers)

@@ -75,7 +75,7 @@ class FactsTutor(Tutor[QaOptions]):
 
     @abstractmethod
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
-        """Write documents and correct answers read from the last one. is_first: write the shortest kind."""
+        """Write documents, and correct answers from the last one. is_first: write the shortest kind of drill."""
 
     def _another_world(self) -> World:
         """Draw another world of the same size, with other facts."""
@@ -133,7 +133,7 @@ class SearchTutor(FactsTutor):
         yield reply(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")
 
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
-        """Write one or two documents found one after the other (is_first: one), and six questions about the last one."""
+        """Write one or two search results (is_first: one), and six questions about the last one, each with its answer."""
         documents = self.rng.sample(world.documents, self.rng.randint(1, 1 if is_first else 2))
         facts = world.facts_of(documents[-1].title)
         report = "\n".join(map(_found, documents))
@@ -195,7 +195,7 @@ class DualTutor(FactsTutor):
         yield Trace(Role.REASONER, chat, thought + _answer(reply.split()[-1]))
 
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
-        """Write a document that is read for six purposes in turn."""
+        """Write a document, and six purposes, each followed by System 1's note on the document for this purpose."""
         document = self.rng.choice(world.documents)
         facts = world.facts_of(document.title)
         turns = [
