@@ -158,17 +158,19 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
     return settings
 
 
-def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
+def peft_pair(peft_config: Mapping[str, Any], matrix: str) -> tuple[int, float]:
     """Return (rank, alpha / rank) of a matrix according to adapter_config.json.
 
     As in PEFT, the first pattern that matches the end of the matrix's name applies."""
 
-    def of(patterns: str, default: str) -> Any:
-        fits = (value for key, value in (told.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix))
-        return next(fits, told[default])
+    def first_match(patterns: str, default: str) -> Any:
+        matches = (
+            value for key, value in (peft_config.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix)
+        )
+        return next(matches, peft_config[default])
 
-    rank = of("rank_pattern", "r")
-    return rank, of("alpha_pattern", "lora_alpha") / rank
+    rank = first_match("rank_pattern", "r")
+    return rank, first_match("alpha_pattern", "lora_alpha") / rank
 
 
 def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None:
@@ -211,10 +213,10 @@ def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None
             )
     scales = dict[float, str]()
     for matrix, (_, _, rank) in adapted(shape, adapter).items():
-        told_rank, scale = peft_pair(settings, matrix)
-        if told_rank != rank:
+        config_rank, scale = peft_pair(settings, matrix)
+        if config_rank != rank:
             raise ValueError(
-                f"{key}: {CONFIG} gives {matrix} rank {told_rank}, but its tensors have rank {rank}; expected the same: "
+                f"{key}: {CONFIG} gives {matrix} rank {config_rank}, but its tensors have rank {rank}; expected the same: "
                 f"correct {CONFIG}"
             )
         scales.setdefault(scale, matrix)
@@ -276,12 +278,12 @@ def write_adapter(
 def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the tensors are those of this adapter of this model."""
     expected = tensor_shapes(shape, adapter)
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]:
         name = wrong[0]
         raise ValueError(
             f"adapter: {len(wrong)} of {len(expected)} tensors do not match the model and these settings ({_kinds(wrong)}); "
-            f"first {name}: found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+            f"first {name}: found {shapes.get(name, 'none')}, expected {expected.get(name, 'none')}"
         )
 
 

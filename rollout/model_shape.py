@@ -163,8 +163,8 @@ def _listing(folder: Path) -> str:
 
 
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
-    found = config.get("architectures") or ["none"]
-    architecture = str(found[0])
+    architectures = config.get("architectures") or ["none"]
+    architecture = str(architectures[0])
     if architecture not in _FAMILIES:
         supported = ", ".join(_FAMILIES)
         raise ValueError(f"model: {path}: architecture {architecture} is not supported; supported: {supported}")
@@ -224,6 +224,6 @@ def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
     return RopeScaling(*map(float, values))
 
 
-def _only(path: Path, name: str, found: object, supported: tuple[object, ...]) -> None:
-    if found not in supported:
-        raise ValueError(f"model: {path}: {name} is {found!r}; supported: {', '.join(map(repr, supported))}")
+def _only(path: Path, name: str, value: object, supported: tuple[object, ...]) -> None:
+    if value not in supported:
+        raise ValueError(f"model: {path}: {name} is {value!r}; supported: {', '.join(map(repr, supported))}")

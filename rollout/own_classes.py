@@ -78,34 +78,34 @@ def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
 
     Raises ValueError, which begins with the key: no such file or class, not a subclass of `base`, or the import fails.
     """
-    place, class_name, kind = _named(key, name)
+    file, class_name, kind = _named(key, name)
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        raise ValueError(f"{key} is {name!r}: {place} has no class {class_name} that extends {base.__name__}")
+        raise ValueError(f"{key} is {name!r}: {file} has no class {class_name} that extends {base.__name__}")
     return kind
 
 
 def own_function(key: str, name: str) -> Callable[..., Any]:
     """Return the function that `key: FILE.py:FUNCTION` names; raises ValueError like own_class."""
-    place, function_name, function = _named(key, name)
+    file, function_name, function = _named(key, name)
     if not inspect.isfunction(function):
-        raise ValueError(f"{key} is {name!r}: {place} has no function {function_name}")
+        raise ValueError(f"{key} is {name!r}: {file} has no function {function_name}")
     return function
 
 
 def _named(key: str, name: str) -> tuple[str, str, object]:
     """Return (file, name of the object, the object or None if the file lacks it)."""
-    place, _, inside = name.rpartition(":")
+    file, _, inside = name.rpartition(":")
     if is_in_memory(name):
         if name not in _in_memory:
             raise ValueError(
                 f"{key} is {name!r}: a class of a notebook or script, and this process does not have it; pass the class again "
                 f"from Python (docs/python_api.md), or move it into a file and set {key}=FILE.py:{inside}"
             )
-        return place, inside, _in_memory[name]
-    path = Path(place)
+        return file, inside, _in_memory[name]
+    path = Path(file)
     if not path.is_file():
         raise ValueError(f"{key} is {name!r}: no file {path.name} in {path.absolute().parent}; expected FILE.py:NAME")
-    return place, inside, getattr(_module(key, path.resolve()), inside, None)
+    return file, inside, getattr(_module(key, path.resolve()), inside, None)
 
 
 def _module_name(path: Path) -> str:

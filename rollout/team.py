@@ -140,15 +140,15 @@ class Team:
                 raise ValueError(
                     "two calls with the same answers returned different asks; use episode.rng(name) for all random draws"
                 )
-            for each in asked:
-                self._check(episode, each)
-            own = [c for s in episode.waiting.values() for c in self._calls(s) if isinstance(c, ToolCall)]
+            for item in asked:
+                self._check(episode, item)
+            agent_calls = [c for s in episode.waiting.values() for c in self._calls(s) if isinstance(c, ToolCall)]
             # Calls of agents' own tools are not counted here: max_tool_turns bounds them.
             known = episode.asks if any(agent.tools for agent in self.agents.values()) else episode.asks | episode.calls
-            num_turns = len({each.id for each in asked}.union(known))
+            num_turns = len({item.id for item in asked}.union(known))
             if num_turns > self.max_turns and self.gateway is None:  # sessions have their own limit, external.max_calls
                 raise ValueError(f"{num_turns} calls of agents and tools exceed rollout.max_turns = {self.max_turns}")
-            return episode.enter([*asked, *own])
+            return episode.enter([*asked, *agent_calls])
         except Exception as error:
             self._fail(episode, "follow", error)
             return [], []
@@ -163,14 +163,18 @@ class Team:
         renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         try:
             goes_on = self._outputs if self.agents[sample.agent].tools else self.orchestration.continuation
-            said = returned.continuation(goes_on(episode, sample))
-            if said is None:
+            addition = returned.continuation(goes_on(episode, sample))
+            if addition is None:
                 return None
             if sample.turn >= self.max_turns:
                 raise ValueError(
                     f"sample {sample.uid} continues more often than rollout.max_turns = {self.max_turns} times"
                 )
-            return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
+            return (
+                renderer.completion_ids(addition)
+                if isinstance(addition, str)
+                else renderer.next_turn(addition, **options)
+            )
         except Exception as error:
             self._fail(episode, "continuation", error)
             return None
@@ -391,12 +395,12 @@ class Team:
             agent = self.agents[sample.agent]
             if agent.teacher is not None:
                 asked.setdefault((agent.teacher.policy, agent.temperature), []).append(sample)
-        found: dict[str, FloatArray] = {}
-        for (policy, temperature), own in asked.items():
-            sequences = [np.concatenate([s.prompt_ids, s.token_ids]) for s in own]
+        logprobs: dict[str, FloatArray] = {}
+        for (policy, temperature), policy_samples in asked.items():
+            sequences = [np.concatenate([s.prompt_ids, s.token_ids]) for s in policy_samples]
             scores = self.teachers[policy].score_shared(sequences, temperature)
-            found |= {s.uid: score[len(s.prompt_ids) - 1 :] for s, score in zip(own, scores, strict=True)}
-        return found
+            logprobs |= {s.uid: score[len(s.prompt_ids) - 1 :] for s, score in zip(policy_samples, scores, strict=True)}
+        return logprobs
 
     @property
     def all_pools(self) -> list[EnginePool]:
@@ -452,16 +456,16 @@ def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completio
     begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
     if not completion.turn:
         return 0, begins
-    ids, own = completion.token_ids, completion.is_sampled
+    ids, is_sampled = completion.token_ids, completion.is_sampled
     # Split into runs that are sampled or not sampled as a whole.
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)
-    ended = [own[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_sampled)) + 1)
+    ended = [is_sampled[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
     # Only runs after the last ended turn matter.
     first = max((place for place, has in enumerate(ended, 1) if has), default=0)
     last, has_ended = "", first > 0
     for run in runs[first:]:
         words = renderer.decode(ids[run])
-        if own[run[0]]:
+        if is_sampled[run[0]]:
             last, begins = words, in_thought
             opened, closed = words.rfind(THINK_OPEN), words.rfind(THINK_CLOSE)
             in_thought = opened > closed or (begins and closed < 0)

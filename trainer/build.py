@@ -298,7 +298,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 opened(name, None),
                 renderers[name],
                 config.judge,
-                own=checked.task.judge,
+                task_judge=checked.task.judge,
                 seed=config.run.seed,
                 right_answers=right_answers,
             )

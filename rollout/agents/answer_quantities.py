@@ -233,8 +233,8 @@ def _hundredth(part: Tokens) -> list[str]:
     return ["(", *part, ")", "/", "100"]
 
 
-def _scaled(found: Quantity) -> list[str]:
-    return ["(", *found.number, ")", "\\cdot", "(", str(found.scale.numerator), "/", str(found.scale.denominator), ")"]
+def _scaled(value: Quantity) -> list[str]:
+    return ["(", *value.number, ")", "\\cdot", "(", str(value.scale.numerator), "/", str(value.scale.denominator), ")"]
 
 
 def _same_number(reference: Tokens, answer: Tokens) -> bool:

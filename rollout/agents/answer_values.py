@@ -57,9 +57,9 @@ class Undefined(Exception):
     """Raised if the expression has no value at this point, or a value too large to compute."""
 
 
-def same_value(wanted: Tokens, said: Tokens) -> bool:
+def same_value(reference: Tokens, answer: Tokens) -> bool:
     """Return True if both can be read and are equal at every sample point where both are defined."""
-    a, b = _one_case(normal(wanted), normal(said))
+    a, b = _one_case(normal(reference), normal(answer))
     if a == b:
         return True
     equal = 0
@@ -77,9 +77,9 @@ def same_value(wanted: Tokens, said: Tokens) -> bool:
     return equal > 1
 
 
-def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
-    """Return True if wanted = c * said at every sample point, for one constant c other than 0. positive: c must be positive."""
-    a, b = _one_case(normal(wanted), normal(said))
+def proportional(reference: Tokens, answer: Tokens, positive: bool) -> bool:
+    """Return True if reference = c * answer at every sample point, for one constant c other than 0. positive: require c > 0."""
+    a, b = _one_case(normal(reference), normal(answer))
     ratio, equal = None, 0
     if _variables(a) != _variables(b):
         return False

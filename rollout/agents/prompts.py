@@ -322,9 +322,9 @@ def require_words(prompts: PromptSet, role: Role) -> None:
 NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 
-def searched(query: str, found: str) -> str:
+def searched(query: str, result: str) -> str:
     """Format one search and its result for a search team."""
-    return f"<search>{query}</search>\n<information>{without_tags('information', found)}</information>"
+    return f"<search>{query}</search>\n<information>{without_tags('information', result)}</information>"
 
 
 TOOLS = {

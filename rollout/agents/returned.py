@@ -96,9 +96,9 @@ def numbers(returned: object) -> dict[str, float]:
     return {name: _number(name, value) for name, value in returned.items()}
 
 
-def metrics(found: object) -> dict[str, float]:
+def metrics(returned: object) -> dict[str, float]:
     """Check the value of `metrics`: numbers by name, which are averaged."""
-    values = numbers(found)
+    values = numbers(returned)
     for name, value in values.items():
         if math.isnan(value):
             raise ValueError(f"expected {name} to be a number, found nan")
@@ -169,5 +169,5 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _shown(found: object) -> str:
-    return "None" if found is None else f"{found!r:.60} ({type(found).__name__})"
+def _shown(value: object) -> str:
+    return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"

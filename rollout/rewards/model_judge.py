@@ -52,12 +52,12 @@ class _Draw(NamedTuple):
 class ModelJudge:
     """Judge of answers by a frozen policy, in a separate thread; see the module.
 
-        judge = ModelJudge(pool, renderer, JudgeConfig(policy="judge"), own=task.judge, seed=0)
+        judge = ModelJudge(pool, renderer, JudgeConfig(policy="judge"), task_judge=task.judge, seed=0)
         judge.submit(problem, "Lima", "evaluate").result()
 
     Args:
         pool: the policy's engines, which only the judge may call; close the pool after the judge.
-        own: the task's own judge, for judge/compared and judge/agreed.
+        task_judge: the task's judge, for judge/compared and judge/agreed.
         right_answers: splits a reference into its right answers, any of which suffices.
     """
 
@@ -67,12 +67,12 @@ class ModelJudge:
         renderer: ChatRenderer,
         config: JudgeConfig,
         *,
-        own: Judge,
+        task_judge: Judge,
         seed: int,
         right_answers: Callable[[str], Sequence[str]] = lambda reference: [reference],
     ) -> None:
         self.pool, self.config = pool, config
-        self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
+        self._renderer, self._task_judge, self._seed, self._right_answers = renderer, task_judge, seed, right_answers
         self._changed = threading.Condition()  # guards the fields below, which both threads use
         self._open: dict[_Key, Future[Judgement]] = {}  # pending judgements, which calls with the same answer join
         self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # cache, least recently used first
@@ -106,7 +106,7 @@ class ModelJudge:
             return known(
                 Reward(0.0, 0.0, {"answer": 0.0}, f"the answer has {len(answer)} characters; at most {most} allowed")
             )
-        task_reward, reward = self._own(problem, answer), Future[Reward]()
+        task_reward, reward = self._task_judge(problem, answer), Future[Reward]()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("ModelJudge.submit: the judge is closed")

@@ -140,7 +140,7 @@ class ToolPool:
         return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
-        """Return metrics since the last call, by name: tools/<name>/calls, errors, seconds and others, with the tools' own."""
+        """Return metrics since the last call, by name: tools/<name>/calls, errors and so on, and the tools' own counts."""
         with self._lock:
             self._add_own_counts()
             counts = {lane.name: lane.books.take_counts() for lane in self._lanes.values()}

@@ -51,7 +51,7 @@ class Desk:
 
         self.engine = kind(script, encode=lambda text: renderer.encode_trusted(text).tolist())
         settings = JudgeConfig.model_validate({"policy": "judge", "when": "always", **config})
-        self.judge = ModelJudge(pool_of(self.engine, sleeps=sleeps), renderer, settings, own=judge, seed=0)
+        self.judge = ModelJudge(pool_of(self.engine, sleeps=sleeps), renderer, settings, task_judge=judge, seed=0)
 
     def rewards(self, *answers: str, problem: Problem = PERU, purpose: Any = "train") -> list[Reward]:
         return [each.result(60) for each in [self.judge.submit(problem, answer, purpose) for answer in answers]]

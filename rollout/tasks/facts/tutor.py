@@ -215,5 +215,5 @@ def _answer(value: str) -> str:
     return f"<answer> {value} </answer>"
 
 
-def _went_on(chat: tuple[Message, ...], said: str, response: str) -> tuple[Message, ...]:
-    return (*chat, Message("assistant", said), Message("user", tool_response(response)))
+def _went_on(chat: tuple[Message, ...], reply: str, response: str) -> tuple[Message, ...]:
+    return (*chat, Message("assistant", reply), Message("user", tool_response(response)))
