@@ -220,8 +220,8 @@ class AgentConfig(Settings):
     pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
     """rule that picks, among the outputs of the previous agent, those that this agent reads (docs/concepts.md)"""
     pick_unparsable: bool = False
-    """also pick outputs without a readable answer; for a Corrector, also reports without a verdict if the Verifier's
-    missing_verdict is wrong"""
+    """true: outputs without a readable answer can be picked too; for a Corrector, so can reports without a verdict if the
+    Verifier's missing_verdict is wrong"""
     parser: Literal["strict", "compat", "boxed", "final_answer"] = "strict"
     """strict: parse as the prompt set specifies. boxed, final_answer: other formats of answers (docs/prompts.md). compat: parse
     verdicts like the code published with the prompt's paper (docs/evaluate.md)"""

@@ -1,4 +1,11 @@
-r"""Equality of two numbers or quantities: 1,234 and 1234.0; 5 km, 5000 m and 5; 28\%, 0.28 and 28; \$5 and 5 dollars; 101_2."""
+r"""Equality of two numbers or quantities. The texts of a line are equal:
+
+1,234 and 1234.0       numbers, by value
+5 km, 5000 m and 5     quantities; metric prefixes are converted, and one side may omit the unit
+28\%, 0.28 and 28      percentages
+\$5 and 5 dollars      amounts of money
+101_2 and 101          numbers with a base, which one side may omit
+"""
 
 from __future__ import annotations
 

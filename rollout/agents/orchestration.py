@@ -184,10 +184,12 @@ class Orchestration:
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
         """Return the agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
-        judged: the task's judgement of the answer; None without an answer. An answer gets this judgement. A verdict gets 1 if it
-        agrees with the correctness of the first input. An adviser's reward is missing until the episode has ended, and then is
-        the episode's outcome. A helper's text gets 1 if it is readable, with unknown correctness. Overlong and unparsable
-        completions get 0; an unknown reward is missing, never 0.
+        judged: the task's judgement of the answer; None without an answer.
+
+        The reward of an answer is `judged`. The reward of a verdict is 1 if it agrees with the correctness of the first input,
+        else 0. An adviser's reward is missing until the episode has ended, and then is the episode's outcome. A helper's text
+        gets 1 if it is readable, with unknown correctness. Overlong and unparsable completions get 0; an unknown reward is
+        missing, never 0.
         """
         spec = self.spec(sample.agent)
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):

@@ -62,9 +62,10 @@ class ChatRenderer:
 
     Deterministic: the only state between calls is a cache of the latest texts' ids.
 
-    eos_id: token that ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token.
-    stop_ids: eos_id, then the other tokens that end a completion: eos_token and those of generation_config.json. names_end: True
-    if eos_token or generation_config.json names eos_id too, so that other programs also stop there.
+    eos_id: id of the token that ends an assistant's turn. It is the control token that the chat template writes there; if the
+    template writes none, it is eos_token. stop_ids: ids of all tokens that end a completion: eos_id, then eos_token and those of
+    generation_config.json. names_end: True if eos_token or generation_config.json names eos_id too, so that other programs also
+    stop there.
     """
 
     def __init__(self, directory: str | Path) -> None:

@@ -28,7 +28,7 @@ _MOST_FRAMES = 6  # innermost frames shown of a traceback
 _MOST_ERROR_CHARS = 4000
 _SPARE_BYTES = 32 << 20  # memory reserved for reporting that memory has run out
 _MS_REMOUNT, _MS_NOSUID, _MS_NODEV = 32, 2, 4
-_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SECCOMP = 1, 4, 38, 22  # PR_SET_...
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SECCOMP = 1, 4, 38, 22  # options PR_SET_... of prctl
 _CAPABILITIES_V3 = 0x20080522
 
 
