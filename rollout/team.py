@@ -187,8 +187,7 @@ class Team:
         return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
-        """Return the calls in a sample's current turn, with an error text for each invalid one; empty for agents without
-        tools."""
+        """Return the calls in a sample's current turn, and an error text for each invalid call; [] for agents without tools."""
         functions = self._functions(sample.agent)
         return read_calls(sample, functions) if functions else []
 

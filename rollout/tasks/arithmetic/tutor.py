@@ -24,9 +24,10 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     restate = 0.4  # share of corrections that keep the Solver's answer, whatever the report says
 
     def foundation(self, step: int) -> Iterator[Trace]:
-        """Write solutions with few slips, and drills. Problems have 1-3 operations at first, and 1-7 later.
+        """Write solutions with few slips, and drills.
 
-        The first lessons are drills of the arithmetic table.
+        Problems have 1-3 operations in the first half of config.short_steps, then from 1 up to options.max_operations; after
+        config.short_steps they have as many as the task's problems.
         """
         config, options = self.config, self.options
         if step < config.short_steps:
