@@ -98,7 +98,7 @@ class Turn(NamedTuple):
 class Rehearsal(NamedTuple):
     """Record of one problem that the team played.
 
-    errors: errors of the team's own code or the program, by episode.
+    errors: why episodes failed (an error in the team's own code or the program), by episode.
     turns: the program's calls in each sample, by uid; {} if no program plays.
     num_episodes: number of episodes played for the problem.
     warnings: sentences about prompts that do not state the expected form of answers, and about calls that do not merge.
@@ -221,7 +221,7 @@ def _scripted(
 ) -> Iterator[tuple[Rollout, Problem]]:
     """Open the run's rollout with one problem and a script as its engine."""
     asked_problem = Problem("given", question, reference or None, config.task)
-    train = [asked_problem] if question and config.task != "qa" else read_data(config).train  # qa generates a world
+    train = [asked_problem] if question and config.task != "qa" else read_data(config).train  # qa needs documents
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}

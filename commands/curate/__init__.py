@@ -1,1 +1,1 @@
-"""Selection of problems for training. The selection is independent of training runs, and resumes by itself."""
+"""`marsrl curate`: select problems for training, before any run. Running it again resumes where it stopped."""

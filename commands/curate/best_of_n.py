@@ -1,4 +1,4 @@
-"""Best of n: drop problems that the config's team solves never, or (nearly) always, in n tries: they give no gradient.
+"""Best of n: drop problems that the config's team solves in none or in (nearly) all of n tries, as they give no gradient.
 
 Answers are sampled and judged as in `marsrl evaluate` (Evaluator.correctness), with the settings `evaluate`.
 """
@@ -57,7 +57,10 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
 def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], saved: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
-    """Return the correctness of each question's answers, by key; NaN: not judged. Saves the questions with all answers judged."""
+    """Play the problems, and return the correctness of each one's answers, by key (NaN: not judged).
+
+    Saves the correctness of a problem only if all its answers were judged.
+    """
     versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
     results = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in results.items():
@@ -77,7 +80,7 @@ def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
     if num_right + num_unknown < low:
         return Decision(False, "too hard", counts)
     if low <= num_right and num_right + num_unknown <= high:
-        return Decision(True, "right now and then", counts)
+        return Decision(True, "sometimes right", counts)
     return Decision(config.missing == "keep", _UNDECIDED, counts)
 
 

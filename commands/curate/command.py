@@ -60,7 +60,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     console = RunConsole()
     inputs, settings = split_words(words)
     if not inputs:
-        raise ConfigError("no input is given; name jsonl or parquet files, or Hugging Face dataset directories")
+        raise ConfigError("found no inputs; name jsonl or parquet files, or Hugging Face dataset directories")
     config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         check(config)
@@ -120,7 +120,7 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
 
 
 def check(config: RunConfig) -> None:
-    """Refuse stages that cannot run, by cheap checks before the first one starts."""
+    """Raise ValueError for a stage that cannot run. The checks are cheap, and come before the first stage starts."""
     section = config.curate
     if section.near_duplicates is not None:
         near_duplicates(section.near_duplicates)
@@ -173,7 +173,7 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
 @contextmanager
 def _open_judge(config: RunConfig, judge: CriterionConfig) -> Iterator[tuple[ChatRenderer, EnginePool]]:
     from marsrl.rollout.engines.refusals import this_host
-    from marsrl.trainer.build import open_pool  # imports torch, which rules and near-duplicates do not need
+    from marsrl.trainer.build import open_pool  # imports torch, which only stages with a model need
 
     name, policy = judge.policy, config.policies[judge.policy]
     alone = config.model_copy(update={"policies": {name: policy}})

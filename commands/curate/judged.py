@@ -24,7 +24,7 @@ from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows read ahead, to keep all engines busy
 _WAIT_S = 1.0
-_MAX_REASON = 400  # last characters of an answer, which give the reason; the rest is not saved
+_MAX_REASON = 400  # last characters of an answer, which give the reason; the rest stays in answers.jsonl only
 
 _UNREADABLE = "no readable verdict"
 _NO_REFERENCE = "(none is given)"
@@ -138,7 +138,7 @@ def judged(
 
 @dataclass(eq=False, slots=True)
 class _Judge:
-    """Judge that decides on rows in order, and requests missing answers for later rows in advance.
+    """Judge that decides on rows in order. It requests the answers for up to 1,024 rows in advance.
 
     asked: everything that an answer depends on besides question and reference.
     prompt_ends: last characters of the prompts that await an answer, by key.
@@ -175,7 +175,7 @@ class _Judge:
         return Decision(answer.verdict, criterion.yes if answer.verdict else criterion.no, answer.reason)
 
     def _ask(self, problem: Problem) -> str:
-        """Request the problem's answer unless it is saved or pending, and return its key."""
+        """Return the key of the judge's answer on the problem. Requests the answer unless it is saved or pending."""
         references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
         key = key_of(question=problem.question, answer=answer, **self.asked)

@@ -20,7 +20,7 @@ _BATCH = 1024  # rows hashed in one call
 _SEED = 0
 _HASHES = 126  # MinHash values per question
 _FOUND = 0.95  # minimum probability that the index finds a pair with a similarity equal to the threshold
-_COMPARED = 64  # maximum candidates whose shingles are compared: questions from one template can have thousands
+_COMPARED = 64  # maximum number of candidates compared by shingles; a question from a template can have thousands
 
 
 def near_duplicates(config: NearDuplicatesConfig) -> Stage:

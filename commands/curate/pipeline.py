@@ -33,7 +33,7 @@ MAX_EXAMPLE_CHARS = 1500
 
 @dataclass
 class Example:
-    """A row of the report."""
+    """A row that the report shows as an example."""
 
     id: str
     question: str

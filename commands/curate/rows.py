@@ -164,7 +164,7 @@ class CurationStopped(RuntimeError):
 
 
 class MissingShare:
-    """Counter of rows without a verdict. most: largest share of such rows; key: the setting with that share, for messages."""
+    """Counter of rows without a verdict. most: largest allowed share of such rows; key: name of its setting, for messages."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most

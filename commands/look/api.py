@@ -108,7 +108,8 @@ def _question(function: Callable[..., Any]) -> Callable[..., Any]:
 def overview(catalog: Catalog) -> dict[str, Any]:
     """Return the content of the overview page. Without summary.json, rows and facts are empty.
 
-    rows: rows of the table. confusions: confusion matrices of agents that give verdicts. facts: (key of summary.json, text).
+    rows: accuracies before and after training, one per agent. confusions: confusion matrices of agents that give verdicts.
+    facts: (key of summary.json, text).
     config: text of config.yaml. num_non_finite: number of non-finite metric values.
     """
     run = catalog.run

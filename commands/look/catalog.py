@@ -269,9 +269,8 @@ class Catalog:
 
     @property
     def ages(self) -> list[tuple[str, int, int]]:
-        """Return (agent, age, number of samples). The age is counted in versions, from a sample's oldest token to its training.
-
-        A step without an update publishes no version.
+        """(agent, age, number of samples). The age is the number of policy versions between a sample's oldest token and its
+        training. A step without an update publishes no version.
         """
         curves = [curve for name, curve in self.curves.items() if name.endswith("actor/updates")]
         updates = [[step for step, value in curve if value] for curve in curves]  # steps with an update, per policy

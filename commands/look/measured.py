@@ -51,7 +51,7 @@ class ChartPlan:
         return found and ("/".join(filter(None, found.groups())) or name.rpartition("/")[2])
 
 
-_OF_POLICY = "(?:([^/]+)/)?"  # prefix in runs with several policies
+_OF_POLICY = "(?:([^/]+)/)?"  # a policy's name before its metrics, in runs with several policies
 PLANS = (
     ChartPlan("Reward", "reward", "reward/(.+)/mean", "mean per agent"),
     ChartPlan("Groups without advantage", "share", "advantage/(.+)/fraction_zero", "share of samples with advantage 0"),

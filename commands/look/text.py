@@ -1,4 +1,4 @@
-"""A run on the terminal: progress, latest metrics, warnings, and the deepest problems of its last step.
+"""A run on the terminal: progress, metrics, warnings, and the sample trees of its last step with the most agents.
 
 Every text passes `literal` first, which prints a model's escape sequences as characters, so that they cannot move the cursor, set
 colours or change the title.
@@ -25,7 +25,7 @@ _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
 
 def print_run(path: Path, console: Console) -> None:
-    """Print one run: progress, latest metrics, warnings, and the deepest problems of its last step."""
+    """Print one run: progress, first and last metrics, warnings, and the last step's sample trees with the most agents."""
     catalog = Catalog(path)
     catalog.refresh(budget_s=None)
     run, steps = catalog.run, catalog.steps

@@ -146,7 +146,7 @@ def exported(source: Path) -> dict[str, Path]:
     """
     chosen = _checkpoint(source)
     run = chosen.parents[1]
-    manifest = (chosen / MANIFEST).read_bytes()  # a repeated step has different weights
+    manifest = (chosen / MANIFEST).read_bytes()  # names the cache, because a repeated step has different weights
     cache = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in cache.parent.glob("step_*"):
         if other != cache:

@@ -28,12 +28,12 @@ from marsrl.trainer.learner.megatron.layout import Layout
 class EngineSetup:
     """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
 
-    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte per number; auto: in dtype.
+    kv_cache, weights: format of keys and values, and of the layers' matrices. fp8: one byte per number; auto: `dtype`.
     cache_bytes: size of the KV cache on each GPU; None: the memory that memory_share leaves beside the weights.
     spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
     adapters: trained adapters, each in its own slot. more_slots: number of slots for past adapters (league).
-    transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
-    draft: the model that proposes draft tokens, counted whole on each GPU; None: no such model.
+    transfer_bytes: bytes of NCCL's buffers on each GPU, which memory_share does not include.
+    draft: size of the model that proposes draft tokens; every GPU holds all of it. None: no such model.
     """
 
     shape: ModelShape
@@ -273,8 +273,8 @@ def _whole_bytes(setup: EngineSetup) -> float:
 def slot_bytes(setup: EngineSetup) -> float:
     """Return the bytes per GPU of the slots of all adapters.
 
-    Every slot, including its experts' part, has the largest rank and all target modules of any adapter. Matrices are split as in
-    training.
+    Every slot has the largest rank of any adapter (for experts too), and the target modules of all adapters. Matrices are split
+    as in training.
     """
     if not setup.adapters:
         return 0.0
@@ -345,20 +345,21 @@ def sync_time(
 ) -> SyncTime:
     """Return the seconds of a sync of one policy's engines. backend: the backend chosen by placement.with_backend.
 
-    M = bytes of the model, S = bytes of an engine GPU's shard as sent, n = ranks, N = pieces that are sent
+    M = bytes of the model, S = bytes of an engine GPU's shard as sent, n = trainer ranks, N = pieces that are sent
     (parameters.num_pieces); link = NVLink if all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes
-    per byte.
+    per byte of weights.
 
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory
         nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
                s = engines TP S / n: bytes that a rank sends; ranks with the same weights share the work, and none gathers
                host: host time per piece
-               delta: times c (e + 2) / e, plus 3 s / memory to compare and keep; c: share of numbers that changed
+               delta: send x c (e + 2) / e, where c is the share of numbers that changed; and 3 s / memory, to compare
+               with the last version and store the new one
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
                a rank relays the weights of the engine on its own GPU, and sends to the other relays in the same thread
-        FP8    nccl and ipc round P numbers of an engine GPU: quantise 41 P / memory, and sum them as they are written and at the
-               end: checksum + 2 x 31 P / memory
+        FP8    by nccl and ipc, an engine GPU rounds its P numbers: quantise 41 P / memory. It computes their checksum as they
+               are written and again at the end: checksum + 2 x 31 P / memory
 
     Adapters travel as files, one after the other, and every GPU reads each file whole; M and S are then sums over adapters.
     """

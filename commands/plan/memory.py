@@ -1,8 +1,8 @@
 """Bytes of a training rank: permanent state, a micro-batch's activations, and the peak of both.
 
-Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes per number in the model's dtype,
-H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k active experts per token,
-R = T k / t rows that a rank's experts receive from a balanced router, L layers of a stage, V vocabulary.
+Symbols of the formulas: T tokens of a micro-batch (divided by CP, unless the formula names CP), t = TP, e = bytes per number in
+the model's dtype, H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k active
+experts per token, R = T k / t rows that a rank's experts receive from a balanced router, L layers of a stage, V vocabulary.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
              + max(head, a layer's recomputed and temporary bytes)
 
-    in_flight = min(micro-batches, PP - stage), with alternating forwards and backwards; with overlaps_dispatch L + 1 layers. The
+    in_flight = min(micro-batches, PP - stage), as forward and backward passes alternate. overlaps_dispatch adds one layer. The
     optimizer's fused update makes no copies. The reference model scores before the update's first forward and saves nothing for a
     backward, so apart from its weights it needs less memory than the update.
     """
@@ -187,7 +187,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     full: its input, T H e / t; full_offload: nothing; full_but_attention: the input, and attention's output and statistics. none,
     with sequence parallelism:
 
-        norms      2 T/t (H e + 4) [input and a number a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
+        norms      2 T/t (H e + 4) [input, and 4 bytes a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
         attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T N/t [statistics]
                    + 4 T D e [angles; with QK-norm all layers share theirs]
@@ -198,7 +198,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
     selective: the two norms' input, T/t H e each; no inputs; no dense MLP; of the experts' F only gate and up.
 
-    Adapters keep A x besides, of the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
+    Adapters also save A x, at the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
     in experts.
     """
     s, layout, e = setup.shape, setup.layout, setup.size
@@ -245,9 +245,9 @@ def adapters_bytes(setup: Training) -> float:
 
 
 def adapters_working_bytes(setup: Training) -> int:
-    """Return the temporary bytes of the adapters' output in a layer, before it is added; the factor 1.5 is measured.
+    """Return the temporary bytes of the adapters' output in a layer, until the base layer's output is added.
 
-    T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e F of the experts'.
+    T e 1.5 (N + 2K) D / t of q, k, v (1.5 is measured); T e F/t of a dense MLP's gate and up; R e F of the experts'.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     targets = {target for each in setup.adapters for target in each.targets}
@@ -259,7 +259,7 @@ def adapters_working_bytes(setup: Training) -> int:
 
 
 def remade_bytes(setup: Training) -> int:
-    """Return the bytes recomputed at a time: one layer, without its input if that is saved.
+    """Return the bytes recomputed at a time: those of one layer, except its input if that is saved.
 
     selective: one norm's output and copies, and the MLP's or the experts' activation, R F/ETP e.
     """
@@ -290,7 +290,7 @@ def batch_bytes(setup: Training) -> int:
 def replay_bytes(setup: Training) -> tuple[int, int]:
     """Return (device, host) bytes of a micro-batch's recorded experts, kept for the whole step.
 
-    trainer.router_replay=rollout needs both rows, and recompute the second. b = 1 or 2 bytes per expert.
+    trainer.router_replay=rollout needs both rows below; recompute needs only the second. b = 1 or 2 bytes per expert.
 
     recording   T L k b [as packed: all layers, on every rank] + T/CP L k b [split, if CP > 1]
     replay      T/(CP t) L/PP k b [this rank's tokens and layers; with recompute, on the host]

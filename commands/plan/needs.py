@@ -233,7 +233,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 
 
 def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, reserved_bytes: float) -> Job:
-    """Return the training job for ranking layouts. reserved_bytes: memory of each GPU that engines reserve."""
+    """Return the training job for ranking layouts. reserved_bytes: Job.shared_bytes."""
     loss, replay = config.loss, config.trainer.router_replay
     policy, adapters = config.policies[name], config.adapters_in(name)
     trained_name = next(member for member in config.policies_in(name) if member in config.trained_policies)
@@ -244,8 +244,8 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         scored_reference = shape if is_own else find_shape(first.reference)
         reference = (
             None if adapters and is_own else scored_reference
-        )  # the base model is the reference, if need be with other adapter matrices
-    # The policy runs one forward before its updates for old log-probs, or to record experts (R2) or count them.
+        )  # the frozen base serves as the reference, without an adapter or with an earlier one
+    # Old log-probs, experts to replay and counts of experts each need a forward pass of the policy before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
     is_scored |= bool(policy.router_aux_loss and shape.num_experts)

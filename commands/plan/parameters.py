@@ -107,8 +107,8 @@ def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[Adapt
     """Count the numbers in A and B of all these adapters on one rank of any pipeline stage.
 
     q, k, v, gate, up: r in [A, whole] + out r / TP [B]; o, down: r in / TP [A] + out r [B, whole]; expert: r (in + out) / EP.
-    Adapters are stored together. Each has a place for all matrices of attention and MLP and, if it adapts experts, for the
-    experts' matrices. All places have the largest rank.
+    Adapters are stored together. Each takes the memory of every attention and MLP matrix that any of them adapts, at the largest
+    rank. Only adapters with the target `experts` take memory for the experts' matrices.
     """
     largest: dict[str, tuple[int, int, int]] = {}
     for adapter in adapters:

@@ -26,10 +26,11 @@ _MAX_NUM_SEQS = 256  # vLLM's default. More requests take longer per step, and t
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: bytes of the GPU that an engine in the same process uses during training.
-    between_bytes: bytes of the GPU that an engine uses between updates only, because it sleeps during updates.
+    shared_bytes: bytes of each GPU in use during updates, besides training: an engine on the same GPU, or NCCL's buffers for
+        publishes.
+    between_bytes: bytes of each GPU that an engine uses between updates only, because it sleeps during updates.
     sweeps_entropy: True if DMMPT's gate reads the entropy of samples before the loss.
-    scored: models with a forward pass before the update.
+    scored: shapes of models that only run forward, before the updates.
     cuts_sequences: True if context parallelism is possible.
     """
 
@@ -148,7 +149,8 @@ def splits(
     """Return the fastest split for each engine setup of a single policy, sorted by step time.
 
     Engine setups vary the GPUs per engine and the KV cache's dtype (the policy's, or FP8 where the model allows it). With several
-    nodes, whole nodes train; with more than 128 GPUs, multiples of a sixteenth of them.
+    nodes, only multiples of a node are tried as the number of training GPUs; with more than 128 GPUs, multiples of about 1/16 of
+    all GPUs.
     """
     backend = now.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)

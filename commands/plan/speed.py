@@ -74,7 +74,7 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Return the seconds of one policy's updates in a step. scored: models with a forward pass before the updates.
+    """Return the seconds of one policy's updates in a step. scored: shapes of models that only run forward, before the updates.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
                 frozen base: 2 + r for its P, plus 3 + r for the parameters of the largest adapter

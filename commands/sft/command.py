@@ -97,7 +97,7 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
     is_first = is_rank_0()
     directory = lock = None
     with ExitStack() as undo, origin.places_in_errors():
-        began = settings_to_resume(config) if is_first else None  # rank 0 sends the dtypes to the others
+        began = settings_to_resume(config) if is_first else None  # other ranks take rank 0's dtypes later (teach_team)
         config, dtypes = decide_dtypes(config, began)
         demonstrations, ends = _checked(config)
         if is_first:

@@ -137,7 +137,7 @@ def test_the_report_gives_drop_reasons_and_escapes_hostile_text(capsys: Any) -> 
 
 NO_MODEL = "policies.main.model is not set"
 REFUSED: list[tuple[str, str]] = [
-    ("curate.max_question_chars=5", "no input is given"),
+    ("curate.max_question_chars=5", "found no inputs"),
     ("gone.jsonl", "gone.jsonl does not exist"),
     (
         "raw.jsonl curate.clarity.policy=judge",

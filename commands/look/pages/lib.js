@@ -47,7 +47,7 @@ export function useUrl() {
   return state();
 }
 
-// Return the [name, value] pairs of a query: one pair for each element of a list, none for null and "".
+// Return the [name, value] pairs of a query. A list gives one pair for each element; null and "" give none.
 function pairs(params) {
   const given = Object.entries(params).flatMap(([name, value]) => (Array.isArray(value) ? value : [value]).map((each) => [name, each]));
   return given.filter(([, value]) => value !== null && value !== undefined && value !== "");

@@ -10,9 +10,9 @@ const parser = markdownit({ html: false }).disable(["reference", "entity", "lhea
 const DEEPEST = 90; // the parser drops elements that are nested 100 levels deep
 const MOST_FORMULAS = 500;
 
-// CUT matches code, which stays unchanged, and formulas, in which the parser would interpret backslashes, underscores and signs. A
-// dollar sign next to a space or digit on its inner side is an amount of money. CUT also matches an asterisk between factors, and the
-// two marks themselves.
+// CUT matches code, which stays unchanged, and formulas, in which the parser would interpret backslashes, underscores and signs.
+// Dollar signs with a space on the inside, or a letter or digit on the outside, are amounts of money and enclose no formula. CUT also
+// matches an asterisk between factors, which is not emphasis, and the two characters that mark formulas (MARKED).
 const CODE = "```[^]*?(?:```|$)|~~~[^]*?(?:~~~|$)|`[^`\\n]+`";
 const BRACED = "\\{(?:[^{}]|\\{(?:[^{}]|\\{[^{}]{0,500}\\}){0,500}\\}){0,500}\\}";
 const FORMULA = [
@@ -42,7 +42,7 @@ function Formula({ source, tex, isDisplay }) {
 
 const PLAIN = { paragraph: "p", bullet_list: "ul", list_item: "li", blockquote: "blockquote", strong: "strong", em: "em", s: "s", table: "table", thead: "thead", tbody: "tbody", tr: "tr", th: "th", td: "td" };
 
-// Turn the parser's flat list into a tree of elements, and replace marks by the texts and formulas that they stand for.
+// Turn the parser's flat list of tokens into a tree of elements, and put formulas back in place of their marks.
 function tree(tokens, formulas) {
   const back = (text) => text.split(MARKED).map((part, i) => (i % 2 ? formulas[part].source : part)).join("");
   const words = (text) => text.split(MARKED).map((part, i) => (i % 2 ? (formulas[part].tex === null ? formulas[part].source : html`<${Formula} ...${formulas[part]} />`) : part));

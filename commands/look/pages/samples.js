@@ -12,7 +12,7 @@ export function Samples({ run, about, url }) {
   for (const field of EXPORTED ? [] : FIELDS) wanted[field] = field === "flag" ? url.getAll("flag") : url.get(field);
   const key = JSON.stringify(wanted);
   const linked = /^\d{1,9}\.\d{1,9}$/.test(url.get("sample") ?? "") ? url.get("sample") : null;
-  const [through, setThrough] = useState({ key, place: linked }); // an opened link to a sample: the list begins with it
+  const [through, setThrough] = useState({ key, place: linked }); // if the URL names a sample, the list begins with it
   const begin = through.key === key && !EXPORTED ? through.place : null;
   const { data, error } = useAnswer("samples", { ...wanted, through: begin }, about.samples > 0 ? 1 : 0);
   const [more, setMore] = useState({ key, ...NO_MORE });
@@ -75,7 +75,7 @@ const isOther = (row, last) => row.step !== last?.step || row.block !== last.blo
 
 // The heading of a problem's samples in a step: number of samples and mean reward of each agent.
 function Problem({ row, played }) {
-  const own = new Map(played.filter((each) => each.step === row.step && each.block === row.block).map((each) => [each.agent, each])); // a page may end within these samples
+  const own = new Map(played.filter((each) => each.step === row.step && each.block === row.block).map((each) => [each.agent, each])); // two pages may both have these counts
   return html`<div class="group"><a href="?" class="plain clip" title="every sample of this problem" onClick=${(e) => { e.preventDefault(); go({ problem: row.problem_key, sample: null }); }}>${row.problem}</a>
     <span class="muted small">step ${row.step}</span>
     <span class="agents small">${[...own.values()].map((each) => html`<span>${each.agent} ${number(each.num)} × <span class=${`pill ${pillOf(each.reward)}`}>${number(each.reward, 2)}</span></span>`)}</span></div>`;
