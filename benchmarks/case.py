@@ -85,7 +85,7 @@ class Variant:
 class Compared:
     """Inputs and results of a case whose variants are functions of the tensors `inputs`. outputs: names of the results.
 
-    If a gradient of the first output is given, the backward also runs, and the results include the gradients of inputs.
+    gradient: gradient of the first output. With it, the backward also runs, and the results include the gradients of the inputs.
     """
 
     inputs: Mapping[str, Tensor]

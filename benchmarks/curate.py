@@ -129,7 +129,7 @@ def main() -> int:
             "{below_dropped:,} of {below:,} below".format(**edit, threshold=_CONFIG.threshold)
         )
     print(
-        "recall {recall:.4f}, precision {precision:.4f}, {dropped_unplanted:,} of their own dropped\n"
+        "recall {recall:.4f}, precision {precision:.4f}, {dropped_unplanted:,} original prompts dropped\n"
         "{rows:,} rows: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), {gb:.2f} GB at most; load of the machine before: "
         "{load:.1f}".format(**result, gb=result["peak_bytes"] / 1e9)
     )
@@ -137,7 +137,7 @@ def main() -> int:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if result["rows"] >= ROWS:
         is_held = result["seconds"] <= SECONDS and result["peak_bytes"] <= BYTES
-        print(f"{SECONDS / 60:.0f} minutes and {BYTES / 1e9:.0f} GB: {'held' if is_held else 'MISSED'}")
+        print(f"{SECONDS / 60:.0f} minutes and {BYTES / 1e9:.0f} GB: {'met' if is_held else 'MISSED'}")
     print(f"ratio: {SECONDS * result['rows'] / ROWS / result['seconds']:.2f}")
     return 0
 

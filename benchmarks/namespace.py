@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def folder_with_marsrl(folder: Path, root: Path = ROOT) -> Path:
-    """Create `folder` with a link `marsrl` to the checkout, and put `folder` on PYTHONPATH."""
+    """Create `folder` with a link `marsrl` to the checkout; return `folder`, which child processes need on PYTHONPATH."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "marsrl"
     if not link.exists():

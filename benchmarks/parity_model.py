@@ -1,15 +1,16 @@
 """Compare a model in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
 
-Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
-answers the prompts greedily, one after the other; prompts are rendered by the model's chat template. All programs then score the
-same prompts and answers. The reference is the float32 log-probs of transformers, also for bfloat16. One line per program and
+Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. The
+model's chat template renders the prompts, and transformers answers them greedily, one after the other. All programs then score
+the same prompts and answers. The reference is the float32 log-probs of transformers, also for bfloat16. One line per program and
 dtype:
 
     median, largest   |difference| of log-probs from the reference, nats
-    greedy            answers that equal transformers' of the same dtype to the last token; in float32 all must, except at ties,
-                      where transformers' two most likely tokens are closer than TIE
+    greedy            number of an engine's greedy answers that equal those of transformers in the same dtype, token by token. In
+                      float32 all must be equal, or first differ at a tie: the log-probs of transformers' two most likely tokens
+                      differ by less than TIE
 
-The bfloat16 line of transformers shows the effect of rounding alone; other bfloat16 lines may differ twice as much.
+The bfloat16 line of transformers shows the effect of rounding alone; the median of other bfloat16 lines may be twice as large.
 """
 
 from __future__ import annotations

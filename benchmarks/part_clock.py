@@ -15,9 +15,7 @@ import torch
 REST = "rest"
 PLACES = {
     "forward": [("trainer.learner.megatron.head", "PolicyModel", "forward")],
-    "backward": [
-        ("trainer.learner.megatron.passes", "Passes", "forward_backward")
-    ],  # without the forward passes inside
+    "backward": [("trainer.learner.megatron.passes", "Passes", "forward_backward")],  # minus the forward passes inside
     "optimizer": [
         ("trainer.learner.megatron.optimizer", owner, name)
         for owner in ("Optimizer", "BankOptimizer")

@@ -87,7 +87,10 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Return random weights: matrices and biases of this standard deviation, norms near 1; every fourth seed a sharp head."""
+        """Return random weights: matrices and biases with this standard deviation, norms near 1.
+
+        The head is 10 times as large for every fourth seed, so that some distributions are sharp.
+        """
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

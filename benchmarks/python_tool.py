@@ -128,7 +128,7 @@ def main() -> int:
     for row in rows:
         print("{calls}: median {median_ms:.1f} ms, p95 {p95_ms:.1f} ms".format(**row))
     cpu_ms, switches = (statistics.median(values) for values in zip(*costs, strict=True))
-    print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches a call of those at once")
+    print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches per concurrent call")
     print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
     if options.json:
         record = {"cores": os.cpu_count(), "load": load, "calls": options.calls, "rounds": options.rounds}

@@ -57,7 +57,7 @@ def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_c
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         if [len(o.outputs[0].token_ids) for o in outputs] != [n for _, n in work]:
-            raise RuntimeError("bare vLLM did not decode the lengths it was told to")
+            raise RuntimeError("bare vLLM decoded other lengths than requested")
         work = yield seconds
 
 
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may run ahead")
     options = parser.parse_args()
     if options.engines is not None and options.engines < 2:
-        parser.error(f"--engines is {options.engines}; it is compared with one, so give 2 or more")
+        parser.error(f"--engines is {options.engines}; expected 2 or more, because the comparison is with one engine")
     from record import surroundings
 
     from marsrl.trainer.models.init_model import init_model

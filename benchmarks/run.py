@@ -51,9 +51,10 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 
 @dataclass(frozen=True)
 class Row:
-    """Line of a table. errors: by result, relative to the largest exact value. is_right: all errors are within tolerance.
+    """Line of a table. errors: largest error of each result / its largest exact value. is_right: all errors are within tolerance.
 
-    floor_share: roofline time / median time. extra_bytes: None if unknown. host_s: seconds until a call on a GPU is launched.
+    floor_share: roofline time / median time. extra_bytes: peak memory beyond the inputs, dX and dW; None if unknown.
+    host_s: seconds until a call on a GPU is launched.
     """
 
     name: str
@@ -96,7 +97,10 @@ class Table:
 def measure(
     case: Case, shape: Shape, rounds: int, budget_s: float, has_memory: bool, only: str | None, without: list[str]
 ) -> Table:
-    """Check the results of all variants, ours first, then measure time and memory. only, without: variants, as in options."""
+    """Check the results of all variants, ours first, then measure time and memory.
+
+    only, without: names of variants (--only, --skip).
+    """
     torch.compiler.reset()  # torch compiles a function for at most eight shapes, and would run it uncompiled for this one
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)

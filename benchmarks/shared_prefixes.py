@@ -1,9 +1,9 @@
-"""Compare a training step that computes each prefix that samples share once with a step of the flat batch.
+"""Compare a training step that computes shared prefixes once with a step of the flat batch (every sample whole).
 
     python benchmarks/shared_prefixes.py [--patterns thoughts group] [--micro-batch 4096] [--repeats 5] [--json FILE]
 
 One policy with random weights trains on random tokens on one rank. On a CPU it has one thread, and time is process time. The
-two steps take turns. First their gradients' norms are compared, and if they differ, no number is printed. fed: tokens of all
+two steps take turns. If the norms of their gradients differ, no number is printed. fed: tokens of all
 samples. once: tokens to compute (trainer.shared_prefixes=on), including prefixes that are repeated in several micro-batches.
 Patterns:
 

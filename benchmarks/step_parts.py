@@ -35,7 +35,7 @@ PLACES = {
     "decode": ("rollout.engines.local.engine", "LocalEngine._step"),
     "pack": ("trainer.data.packing", "pack"),
     "forward": ("trainer.learner.megatron.head", "PolicyModel.forward"),
-    "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # without the forward inside
+    "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # minus the forward passes inside
     "gradient norm": ("trainer.learner.megatron.optimizer", "Optimizer.grad_norms"),
     "gradient norms, adapters": ("trainer.learner.megatron.optimizer", "BankOptimizer.grad_norms"),
     "optimizer": ("trainer.learner.megatron.optimizer", "Optimizer.apply"),

@@ -78,7 +78,10 @@ def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.
 
 
 def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
-    """Return groups of 8, two per agent, with log-normal lengths (sigma 1.0); every second group has only advantages of 0."""
+    """Return groups of 8 sequences, two per agent; every second group has advantages of 0.
+
+    Completion lengths are log-normal (sigma 1.0).
+    """
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):

@@ -49,7 +49,7 @@ class Clock:
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
-    """Time each variant once per round, in rotating order; return (seconds per round by name, reasons against failed variants).
+    """Time each variant once per round, in rotating order; return (seconds per round by name, {failed variant: reason}).
 
     Drift of clocks and other load thus affect all variants alike, and cancel in their ratio. The first round is a warm-up. Once
     three rounds are done, no new round starts after budget_s of wall time.
@@ -105,6 +105,6 @@ def top_kernels(
         (kernel.self_device_time_total if is_cuda else kernel.self_cpu_time_total, kernel.count, kernel.key)
         for kernel in averages
     ]
-    times = sorted((kernel for kernel in times if kernel[0] > 0), reverse=True)  # on a GPU, without calls on the host
+    times = sorted((kernel for kernel in times if kernel[0] > 0), reverse=True)  # calls on the host have no GPU time
     together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
     return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in (together, *times[:most]))

@@ -13,10 +13,10 @@
 Ours packs sequences, leaves out groups whose rewards are all equal, and uses the fused head (no full logits). All variants
 compute the same update: gradient norms are compared first, and a wrong step prints no number. With --adapter, ours puts all
 agents in one micro-batch. It is compared with PEFT in the reference loop, one agent after the other, and with our step that
-trains all weights, whose update differs. Each variant has its own processes, with one thread per rank on a CPU. On a CPU, or
+trains all weights, whose update differs. Each variant has its own processes, with one thread per rank on a CPU. On a CPU
 with one rank, all variants are loaded at once and take turns, one step each; otherwise they run one after the other.
 
-tokens/s   all non-padding tokens of the given batch / seconds of the step, also for a variant that leaves out sequences.
+tokens/s   all non-padding tokens of the batch / seconds of the step, also for a variant that leaves out sequences.
            Seconds are process time with one rank on a CPU, and wall-clock time with several ranks or on a GPU.
 memory     peak during the step beyond the memory held once model and optimizer exist; the maximum over ranks. On a CPU this
            is the process's resident memory, on a GPU torch's allocations.
@@ -345,7 +345,7 @@ def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> 
 
 
 def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return {title of a table: fields that its jobs have in addition}. Adapters are written into `folder`."""
+    """Return {title of a table: additional fields of its jobs}. Writes adapters into `folder`."""
     if words.adapter is None:
         # An entropy threshold of 20 nats is above ln V, so the gate of every positive sample is set.
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})

@@ -52,7 +52,7 @@ def _build(shape: Shape) -> Bench:
     compared = Compared({"dx": hidden}, randn(shape.tokens, shape.hidden).to(dtype))
     variants: list[Variant | Missing] = [
         compared.variant("ours", partial(_ours, **routing)),
-        compared.variant("torch eager", partial(_eager, **routing), "sums in the dtype of the rows; waits for a GPU"),
+        compared.variant("torch eager", partial(_eager, **routing), "sums in the rows' dtype; synchronises with a GPU"),
     ]
     try:
         from megatron.core.transformer.moe import moe_utils
@@ -64,7 +64,7 @@ def _build(shape: Shape) -> Bench:
             rows, _, order = moe_utils.permute(hidden, routing_map, weights, TOP_K * hidden.shape[0])
             return moe_utils.unpermute(rows, order, hidden.shape, routing_map=routing_map)
 
-        does = "sums in the dtype of the rows; waits for a GPU"
+        does = "sums in the rows' dtype; synchronises with a GPU"
         variants.append(compared.variant("megatron-core, unfused", partial(megatron, **routing), does))
     num_bytes = (
         4.0 * (TOP_K + 1) * hidden.nbytes

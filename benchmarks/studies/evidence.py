@@ -287,7 +287,7 @@ def _line(found: dict[str, float]) -> str:
 
 def plan(jobs: Sequence[Job], results: Results) -> str:
     """Return a Markdown table with finished and planned seeds per arm."""
-    lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
+    lines = ["| study | arm | seeds | finished |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
         jobs_of_arm = [job for job in jobs if (job.study, job.arm) == (study, arm)]
         num_current = sum(is_current(job, results.get((job.study, job.arm, job.seed))) for job in jobs_of_arm)
@@ -316,13 +316,15 @@ def main() -> int:
     print(plan(jobs, results), flush=True)
     if options.run:
         if files := changed_files():
-            parser.error(f"the tree differs from its commit, which the results are to name: commit or undo\n{files}")
+            parser.error(
+                f"the tree has uncommitted changes, but results name a commit: commit or undo the changes\n{files}"
+            )
         runner.all(missing)
     text = page(PAGE.read_text("utf-8"), read_results(RESULTS))
     PAGE.write_text(text, "utf-8")
     print(f"{PAGE}: written")
     if unsaid := [section.partition("\n")[0] for section in text.split("\n## ")[1:] if "**Seen**" not in section]:
-        print("What is seen in their tables is to be said in the page: " + "; ".join(unsaid))
+        print("these sections have no paragraph **Seen** about their table: " + "; ".join(unsaid))
     return 0
 
 

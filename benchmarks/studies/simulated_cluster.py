@@ -82,6 +82,7 @@ LENGTHS = Lengths(1.369)  # sigma as fitted by pipeline.py
 
 # These parts' seconds grow with the played samples; those of other parts with the trained samples.
 PLAYED_PARTS = ("books and pool", "prompts", "texts")
+# Parts that are shown, but not counted in a step of rank 0.
 BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding its share")
 
 
@@ -121,7 +122,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankZero:
-    """CPU seconds of rank 0 by part, over PLAYED steps; they request `played` samples, and the last one trains `samples`.
+    """CPU seconds of rank 0 by part, over PLAYED steps, which request `played` samples. The last step trains `samples` samples.
 
     tokens: number of tokens in the arrays of the samples; each stands for `grain` real tokens. bytes: size of messages and files,
     by content.
@@ -200,7 +201,7 @@ def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
 def measure(gpus: int, grain: int, overlap: int = 1) -> RankZero:
     """Measure rank 0's work in the steps after YOUNG."""
     with imports_for_good():
-        import pyarrow.parquet  # noqa: F401  by the samples log, once in a run
+        import pyarrow.parquet  # noqa: F401  the samples log imports it, once in a run
 
         config = read_config(CONFIG, [])[0]
     constants, parts, sent_bytes = Constants(), Parts(), Counter[str]()

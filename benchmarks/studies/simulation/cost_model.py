@@ -1,8 +1,8 @@
 """Cost model of decoding, prefill, training and weight syncs on H100s: constants, each with its source, and formulas.
 
-All constants were set before the fit; the only fitted number is lengths.Lengths.sigma. After trial
-runs with guessed sigmas we added one constant: attention, which had used compute_flops_per_s, got a rate of its own. Units:
-seconds, tokens, bytes, FLOP. An engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
+All constants were set before the fit; the only fitted number is lengths.Lengths.sigma. After trial runs with guessed sigmas we
+added one constant, attention_flops_per_s; attention had used compute_flops_per_s before. Units: seconds, tokens, bytes, FLOP.
+An engine is one replica of Qwen3-30B-A3B on `gpus_per_engine` H100s in bf16.
 
     decode step   = floor(b) + kv_bytes_per_token * C / (gpus * bandwidth)      b sequences that hold C tokens together
     forward pass  = 2 * active_params * tokens / rate + attention_flops * sum of contexts / attention_rate       GPU-seconds

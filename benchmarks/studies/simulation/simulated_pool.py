@@ -45,7 +45,7 @@ class _UnderWay:
 
 
 class SimulatedReplicas(Replicas):
-    """The engines of one policy. `collect` runs until something ends.
+    """The engines of one policy. `collect` runs them until a completion ends.
 
     lengths: gives the length of a completion, in real tokens. written: gives its next tokens. texts: gives its text; None:
         engines return no texts.
@@ -102,7 +102,7 @@ class SimulatedReplicas(Replicas):
         begin = time.process_time()
         self.received += len(message)
         engine, now_s = self.engines[replica], self.clock.now_s
-        assert not engine.run(now_s), "what has ended is collected before more is submitted"
+        assert not engine.run(now_s), "finished sequences must be collected before more are submitted"
         for request in decode(list[DecodeRequest], message):
             num_left = self._left.pop(request.uid, None)
             prefix = request.affinity if num_left is None else request.uid
@@ -133,7 +133,7 @@ class SimulatedReplicas(Replicas):
         ]
 
     def _run(self, busy: Sequence[int], limit: float, answers: dict[int, bytes]) -> None:
-        """Let the engines work until something ends, which is added to the answers, or until the limit."""
+        """Run the engines until a completion ends, or until `limit`. Adds the results to `answers`."""
         last_s = self.clock.now_s
         self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
         for replica in busy:
@@ -152,7 +152,7 @@ class SimulatedReplicas(Replicas):
         begin = time.process_time()
         for replica in busy:
             assert not self.engines[replica].run(self.clock.now_s), (
-                "what has ended is collected before the rest is aborted"
+                "finished sequences must be collected before the rest is aborted"
             )
             self._next_s[replica] = math.inf
             results = []

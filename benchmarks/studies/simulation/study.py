@@ -118,7 +118,7 @@ def begin_study() -> Study:
 
 
 def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int) -> None:
-    """Play every setting of the grid, the largest first; `say` gets a line after each."""
+    """Play every setting of the grid, the largest first, and call `say` with a line after each."""
     work = sorted(settings(grid), key=_size, reverse=True)
     timed = partial(_timed, study.constants, Lengths(study.fitted.sigma))
     # A forked child keeps this checkout's modules, even if another marsrl is installed.
