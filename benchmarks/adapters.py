@@ -27,7 +27,7 @@ PARTS = ("forward", "backward", "optimizer", "rest", "step", "publish", "step + 
 def train_and_publish(
     model: Path, number: int, vocab_size: int, rank: int, clock: Any, sequences: list[Any], verify_every: int | None
 ) -> Any:
-    """Return a function that takes a step of `number` adapters and publishes them; it returns the seconds of each part.
+    """Return a function that trains `number` adapters for a step, publishes them, and returns the seconds of each part.
 
     Without sequences it only publishes.
     """

@@ -129,7 +129,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Results with which a variant's results are compared: exact results, and those of plain PyTorch.
+    """References for a variant's results: the exact results, and those of plain PyTorch.
 
     scales, apart: arguments of assert_accurate, by name of the result; missing names get 0 and None.
     """

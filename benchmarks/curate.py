@@ -6,8 +6,8 @@ Prompts are 10 to 40 words of a made-up vocabulary with Zipf frequencies. A fift
 white space and punctuation changed; a word replaced; a word left out; two words replaced. A copy should be dropped if its exact
 Jaccard similarity to the original, computed from the same shingles as in the near-duplicates stage, reaches the threshold.
 
-    recall      share of the prompts to drop that are dropped
-    precision   share of the dropped prompts that should be
+    recall      dropped copies that should be dropped / copies that should be dropped
+    precision   dropped copies that should be dropped / dropped prompts
     seconds     time of the whole command in a separate process, from reading jsonl to writing curated.jsonl and the report
     memory      peak memory of that process
 

@@ -61,8 +61,9 @@ def in_turn(problem: Any, client: Any) -> float:
 
 
 def calls(sessions: int, rounds: int) -> dict[str, Any]:
-    """Play stages with this many sessions in a child process: a warm-up, the measured rounds, and one more whose memory is
-    measured.
+    """Play stages with this many sessions: a warm-up, the timed rounds, and one more to measure memory.
+
+    Runs in a child process.
     """
     from marsrl.rollout.imports import imports_for_good
 

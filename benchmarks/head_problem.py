@@ -50,8 +50,8 @@ class HeadInputs:
     """Inputs: hidden [T, H] and weight [V, H], in the shape's dtype, require gradients; others are as in linear_policy_loss.
 
     Logits are distributed about as N(0, 2), so the entropy is well below log V, as in a trained model. If mask_share is below 1,
-    the first half of each sequence (its prompt) is outside the mask. Of the sequences, a share of active_share / mask_share has
-    an advantage.
+    the first half of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has
+    an advantage other than 0.
     """
 
     hidden: Tensor
@@ -96,7 +96,7 @@ def make_inputs(shape: Shape) -> HeadInputs:
         mask = torch.arange(shape.tokens, device=shape.device) % length >= length * (1 - shape.mask_share)
         every = round(shape.mask_share / shape.active_share)
         advantages[torch.arange(shape.sequences, device=shape.device) % every != 0] = 0
-    # Old log-probs are within 0.1 nats of the current ones, so that no ratio is clipped and every trained row is active.
+    # Old log-probs are within 0.1 nats of the current ones, so no ratio is clipped: trained rows with an advantage are active.
     noise = torch.rand(shape.tokens, generator=generator, device=shape.device) * 0.2 - 0.1
     with torch.no_grad():
         parts = [
@@ -110,9 +110,9 @@ def make_inputs(shape: Shape) -> HeadInputs:
 def through_logprobs(
     inputs: HeadInputs, objective: Objective, call: LogprobFunction, kept: Tensor | None = None
 ) -> Results:
-    """Compute the results value (the differentiated scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
+    """Compute the results of a peer that returns log-probs: value (the objective), logprobs, entropy, dX and dW.
 
-    kept: the rows that are passed to the function, which include the mask; results of other rows are 0.
+    kept: indices of the rows to pass to `call`, including all rows of the mask; None: all rows. The results of other rows are 0.
     """
     rows: Rows = slice(None) if kept is None else kept
     hidden = inputs.hidden if kept is None else inputs.hidden[kept]

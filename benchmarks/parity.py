@@ -10,7 +10,7 @@ all biases and a Mistral), packed samples of uneven length, clipping relative to
 One line per layout:
 
     loss       |difference| of one step                                                            at most 2e-6
-    gradient   largest |difference| over the largest entry, the worst of all parameters' tensors   at most 1.5e-6
+    gradient   largest |difference| of any parameter / largest entry of the whole gradient          at most 1.5e-6
     sgd        largest |difference| of a weight after two SGD steps                                at most 1e-6
     adam       the same after two AdamW steps; has no limit, because AdamW follows the sign even of a rounding error
 
@@ -21,7 +21,7 @@ Adapters are compared with PEFT on transformers in float64. They adapt attention
 otherwise attention and MLP of a Qwen3:
 
     loss       |difference| of one step                                                            at most 2e-6
-    gradient   of A and B: largest |difference| over the tensor's largest entry, the worst tensor   at most 5e-6
+    gradient   largest |difference| / largest entry, for the worst of the tensors A and B           at most 5e-6
     logprobs   largest |difference|, nats                                                          at most 2e-5
     norm       relative difference of the gradient's norm                                          at most 1e-5
 
@@ -166,8 +166,9 @@ MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 def loss_of(
     model: Any, sequences: list[Any], dtype: torch.dtype
 ) -> tuple[list[Any], torch.Tensor, int, dict[str, torch.Tensor]]:
-    """Run transformers' model on one sequence at a time. Return (samples, loss, masked tokens, log-probs); the samples get
-    rollout log-probs near those of the model.
+    """Run transformers' model on one sequence at a time; return (samples, loss, masked tokens, log-probs).
+
+    The returned samples have rollout log-probs near those of the model.
     """
     num_trained = sum(s.num_sampled for s in sequences)
     total, masked, out, logprobs = torch.zeros((), dtype=dtype), 0, [], {}
@@ -313,8 +314,9 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """Compare one rank with transformers and print the line. Return (results of the rank, samples with rollout log-probs, the
-    line).
+    """Compare one rank with transformers, and print the line.
+
+    Returns (results of the rank, samples with rollout log-probs near the model's, the line).
     """
     begin = time.perf_counter()
     sequences, loss, gradient, masked = reference(model, samples())

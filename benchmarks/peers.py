@@ -32,10 +32,9 @@ class LogprobPeer:
 
 @dataclass(frozen=True)
 class LossPeer:
-    """Peer that computes a loss. prepared(inputs): computes constants once, and returns a differentiable function.
+    """Peer that computes a loss. prepared(inputs, clip): computes constants once, and returns a differentiable function.
 
-    is_ours: True if the loss is the clipped loss over the mask with the given clip range; False: another loss,
-    listed for orientation.
+    is_ours: True if it is the same clipped loss over the mask as ours; False: another loss, listed for orientation.
     """
 
     name: str

@@ -1,11 +1,11 @@
 """Measure the faults that the probe of a weight sync detects, and its false alarms, with Megatron and the real vLLM.
 
-    python benchmarks/probe.py                    # each mutation x dtype x model: statistics, what detects it (10 minutes)
+    python benchmarks/probe.py                    # every mutation x dtype x model: statistics, detecting checks (10 minutes)
     python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
 Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to
-0.2. One engine is started per shape and dtype, and gets the weights of other models like an update. The last column names the
+0.2. One engine is started per shape and dtype; the weights of further models are sent to it as updates. The last column names the
 checks that detect a mutation: the statistic of the probe that is too large (at the first comparison, or by the narrower bound of
 later ones), `settings` if the settings that the engine reports differ, `checksums` if the checksums of weights differ, and
 `engine` if vLLM counts cached prefixes right after an update.
@@ -137,14 +137,14 @@ def _tensors(folder: Path) -> Weights:
 
 
 def moved(weights: Weights, size: float, part: str = "") -> Weights:
-    """Return the weights with the numbers of some tensors, those with `part` in their name, moved up or down by `size`."""
+    """Return the weights with each number moved up or down by `size`, in the tensors whose names contain `part`."""
     generator = torch.Generator().manual_seed(5)
     coins = {name: torch.randint(2, x.shape, generator=generator) * 2 - 1 for name, x in weights.items()}
     return {name: x + size * coins[name] if part in name else x for name, x in weights.items()}
 
 
 def swapped(weights: Weights, layer: int) -> Weights:
-    """Swap experts 3 and 5 of the layer."""
+    """Return the weights with experts 3 and 5 of the layer swapped."""
     swapped_weights = dict(weights)
     for name in ("gate", "up", "down"):
         first, second = (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for expert in (3, 5))
@@ -220,7 +220,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
 
 
 def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
-    """Compare trainer and engine on `num` random models, each at version 0, and at 1 after a small change of all weights."""
+    """Compare trainer and engine on `num` random models, each at version 0, and at version 1 after a small change."""
     for i in range(num):
         std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
         weights = pair.weights(std, first + i)

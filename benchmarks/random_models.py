@@ -51,7 +51,7 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
 
 
 def write_large_tokenizer(folder: str) -> None:
-    """Write a tokenizer with as many pieces as Qwen's that encodes each byte as a token and can decode every id."""
+    """Write a tokenizer of the size of Qwen's. It encodes each byte as one token, and can decode every id."""
     rng, pieces = random.Random(0), dict[str, None]()
     while len(pieces) < VOCABULARY - 256:
         piece = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))

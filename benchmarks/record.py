@@ -24,7 +24,7 @@ LIBRARIES = (
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Conditions under which this process runs now.
+    """Return the conditions under which this process runs now.
 
     clocks: current clock rates, from the driver or Linux. load: the machine's load average over 1 minute. instructions: the
     instruction set that PyTorch's CPU kernels use, and instructions for bfloat16 products if available. memory_bytes: GPU memory

@@ -53,13 +53,13 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
         model.load_adapter(folder, adapter_name=str(agent), is_trainable=True)
     for name, weight in model.named_parameters():
         if ".experts." in name and ".lora_B." in name:
-            # PEFT has one adapter for gate and up together, each with half of the rank; the zeros in its B must stay zero.
+            # PEFT adapts gate and up as one matrix; each has half of the rank, so the zeros in B must stay zero.
             weight.requires_grad_().register_hook(partial(torch.mul, weight.detach() != 0))
     return model
 
 
 class ReferenceLoop:
-    """Policy with an optimizer, or an adapter with an optimizer per agent; `step` trains on the whole batch once."""
+    """Policy with one optimizer, or with an adapter and an optimizer for each agent; `step` trains on the whole batch once."""
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options

@@ -1,7 +1,7 @@
 """Compare our scheduler and Ray actors with plain vLLM on the same prompts and lengths, in tokens per second of wall-clock time.
 
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
-    python benchmarks/rollout.py --overlap 1 [...]       # four stages; decoding does not wait until a stage is collected
+    python benchmarks/rollout.py --overlap 1 [...]       # four stages; engines decode the next stage while one is collected
     python benchmarks/rollout.py --engines 2 [...]       # two engines relative to one engine; each has one thread
     python benchmarks/rollout.py --model /models/smollm2 --problems 8 --repeats 3 [...]    # a model's directory
     python benchmarks/rollout.py --engine local [...]    # our own engine, relative to bare vLLM

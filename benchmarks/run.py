@@ -101,7 +101,7 @@ def measure(
 
     only, without: names of variants (--only, --skip).
     """
-    torch.compiler.reset()  # torch compiles a function for at most eight shapes, and would run it uncompiled for this one
+    torch.compiler.reset()  # torch compiles a function for at most eight shapes; without a reset it would run this one uncompiled
     roof = roofline.measure(shape.device, shape.dtype)
     bench = case.build(shape)
     table = Table(

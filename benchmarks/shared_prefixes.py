@@ -3,9 +3,8 @@
     python benchmarks/shared_prefixes.py [--patterns thoughts group] [--micro-batch 4096] [--repeats 5] [--json FILE]
 
 One policy with random weights trains on random tokens on one rank. On a CPU it has one thread, and time is process time. The
-two steps take turns. If the norms of their gradients differ, no number is printed. fed: tokens of all
-samples. once: tokens to compute (trainer.shared_prefixes=on), including prefixes that are repeated in several micro-batches.
-Patterns:
+two steps take turns. If the norms of their gradients differ, no number is printed. fed: tokens of all samples. once: tokens that
+are computed with trainer.shared_prefixes=on; a prefix that several micro-batches need counts in each. Patterns:
 
     chain     a session of 8 turns that only appends, so it is one sample and shares nothing
     thoughts  the same session, but the client strips thoughts from earlier turns, so each turn is a sample
@@ -33,11 +32,11 @@ import numpy as np
 PROMPT, THOUGHT, ANSWER, OUTPUT, TURNS = 300, 20, 40, 212, 8
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
-Sample = tuple[list[int], list[bool]]  # Tokens, and which of them the policy drew.
+Sample = tuple[list[int], list[bool]]  # tokens, and which of them the policy sampled
 
 
 class Tokens:
-    """Random tokens, which stand for those of prompts and tools, or for those that the policy draws."""
+    """Source of random tokens. `given`: tokens of prompts and tools; `drawn`: tokens that the policy samples."""
 
     def __init__(self, vocabulary: int) -> None:
         self._rng, self._vocabulary = np.random.default_rng(0), vocabulary

@@ -1,7 +1,7 @@
 """One training step of ours, plain Megatron and the reference loop on the same long-tailed batch: tokens/s, peak memory.
 
     python benchmarks/train_step.py [--json FILE] [--repeats 5]
-    python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on as many ranks
+    python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron in this layout
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
     python benchmarks/train_step.py --model slice_tiny                  # the same code path on a CPU
     python benchmarks/train_step.py --model /models/smollm2 --dtype float32    # a model's directory, on a short batch
@@ -23,10 +23,10 @@ memory     peak during the step beyond the memory held once model and optimizer 
 MFU        FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak FLOP/s. The
            peak is the data sheet's bf16 rate of a known GPU; on a CPU, the rate of a large float32 product in the same process.
 
---parts splits a step of ours on one rank, for each value of policies.<name>.recompute, into forward passes (the head's FLOPs,
-whose gradients are computed there, and a third of the others), backward passes with their recomputation, the optimizer, and the
-rest (packing and statistics, mostly on the host). On a GPU `idle` is the share of the step in which no kernel runs: 1 - seconds
-of all kernels by the profiler / seconds of a step without it.
+--parts splits a step of ours on one rank, for each value of policies.<name>.recompute, into forward passes, backward passes with
+their recomputation, the optimizer, and the rest (packing and statistics, mostly on the host). Forward passes have a third of the
+layers' FLOPs and all FLOPs of the head, because they also compute the head's gradients. On a GPU `idle` is the share of the step
+in which no kernel runs: 1 - seconds of all kernels by the profiler / seconds of a step without the profiler.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def child(job: dict[str, Any]) -> None:
-    """Run one variant on this rank; rank 0 prints a line of JSON. job: as built by measure()."""
+    """Run one variant on this rank; rank 0 prints a line of JSON. job: the JSON that _command passes."""
     import torch
     import torch.distributed as dist
     from memory import PeakMemory
@@ -382,7 +382,7 @@ def table(
             continue
         first = rows["ours"]["norm"]
         if variant != WHOLE and not abs(row["norm"] - first) <= tolerance * abs(first):
-            raise SystemExit(f"{label}: {variant} computes another update; gradient norms {row['norm']}, ours {first}")
+            raise SystemExit(f"{label}: {variant} computes another update: gradient norm {row['norm']}, ours {first}")
         median = statistics.median(row["seconds"])
         spread = (max(row["seconds"]) - min(row["seconds"])) / median
         speed[variant] = row["tokens"] / median

@@ -7,8 +7,8 @@ The engine is our local engine in a separate process; both processes have one th
 CPU twins are measured instead of the backends: gloo (TCP over loopback) for nccl, and a file in /dev/shm that both processes map
 for ipc. Memory bandwidth is that of a copy (bytes read + bytes written), measured between the repeats.
 
-Prints the seconds of each part, GB/s, and the share of the bound, which is the bound divided by the time. The bound of a backend
-is the bytes that it must move divided by the memory bandwidth. Bytes moved per byte of weights:
+Prints the seconds of each part, GB/s, and the share of the bound (bound / seconds). The bound of a backend is the time to move
+the bytes that it must move, at the memory bandwidth. Bytes moved per byte of weights:
 
     shm   write 2, load 2, checksums on both sides 2                                                               = 6
     ipc   pack into the shared bucket 2, copy to the engine's tensor 2, checksums 2                                = 6

@@ -101,7 +101,10 @@ class _Steps:
 
 
 def audit(run: RunDirectory, step: int | None = None) -> Audit:
-    """Check a run's files, or one step. Raises ValueError if the run has no finished step, or an earlier version wrote it."""
+    """Check the files of a run, or of one step.
+
+    Raises ValueError if the run has no finished step, or an earlier version of marsrl wrote it.
+    """
     steps = _Steps(run, step)
     checks = [_versions(steps), _logprobs(steps), _tokens(steps), _once(steps), _staleness(steps)]
     counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)

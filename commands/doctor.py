@@ -99,7 +99,7 @@ def machine_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def room_for_weights(config: RunConfig) -> Finding:
-    """Return the space for weight files, if weight sync uses them, and the available shared memory."""
+    """Report the free space of the folder for weight files, and whether two versions of the weights fit (sync.backend=shm)."""
     parent = parent_of(config.sync.directory)
     usage = shutil.disk_usage(parent)
     config = with_backend(config, on_gpus=torch.cuda.is_available())
@@ -221,7 +221,7 @@ def free_gpus(config: RunConfig) -> int:
 
 
 def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> Iterator[Finding]:
-    """Yield the outcome of a run with these settings on hosts like this one: its placement or the error."""
+    """Yield the result of preflight with these settings on hosts like this one: the placement and warnings, or the error."""
     started = f"torchrun --nnodes {num_nodes} --nproc-per-node {ranks_per_node}"
     world_size = num_nodes * ranks_per_node
     with environment(LOCAL_WORLD_SIZE=str(ranks_per_node), WORLD_SIZE=str(world_size)):

@@ -169,7 +169,7 @@ def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Tu
     """Return the turns of each sample."""
     turns: dict[str, list[Turn]] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        begins = [-len(sample.prompt_ids), *(turn.end for turn in sample.turns)]  # the prompt is read first
+        begins = [-len(sample.prompt_ids), *(turn.end for turn in sample.turns)]  # the first turn reads the prompt
         turns[sample.uid] = [
             Turn(turn.call, turn.start - begin, renderer.decode(sample.token_ids[turn.start : turn.end]))
             for turn, begin in zip(sample.turns, begins, strict=False)
@@ -193,7 +193,7 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
     """Return a line that names the first step with samples to train on, if each answer takes one step; [] if that is step 1.
 
-    Returns [] without a rehearsal for programs, for teams with tools (which may be paid services), and with rollout.overlap,
+    Returns [] without playing for programs, for teams with tools (which may be paid services), and with rollout.overlap,
     where each step waits for finished groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:

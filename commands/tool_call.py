@@ -17,7 +17,7 @@ from marsrl.trainer.visible import visible
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
-    """Call a tool; return (its output, safe for a terminal; True if the output is an error).
+    """Call a tool; return (its output as text that is safe for a terminal, True if the output is an error).
 
     argument: the tool's first argument as text, or a JSON object of its arguments.
 
@@ -47,7 +47,10 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
 
 
 def _arguments(text: str, function: ToolFunction) -> str:
-    """Return the arguments as JSON: a JSON object unchanged, other text as the first argument or as a server tool's name."""
+    """Return the call's arguments as JSON.
+
+    A JSON object is not changed. Other text becomes the first argument, or the name of a server's tool.
+    """
     try:
         if isinstance(json.loads(text), dict):
             return text

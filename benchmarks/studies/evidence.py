@@ -220,8 +220,10 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """Measure the accuracy of the team with a foreign Solver, the accuracy of the Solver's first answers in the same
-        episodes, and their difference, the gain from the other agents.
+        """Evaluate the team with a foreign Solver.
+
+        Stores the accuracy of the team, that of the Solver's first answers in the same episodes, and the difference, which is the
+        gain from the other agents.
         """
         from marsrl.trainer.report.summary import Evaluation
 

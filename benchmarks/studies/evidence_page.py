@@ -57,7 +57,7 @@ class Claim:
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
-    """Return {seed: value of this number} for the finished trainings of an arm."""
+    """Return {seed: value of the column} for the finished trainings of an arm."""
     if column.startswith("at_"):
         return _at_equal(claim, arm, column.removeprefix("at_"), results)
     return {

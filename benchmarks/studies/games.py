@@ -26,8 +26,8 @@ Measured = tuple[dict[str, float], dict[str, list[float | None]]]
 class Game:
     """Game with the arms of its study. settings: settings that all arms share, without paths.
 
-    file: script that defines the classes `task` and `environment`. demonstrations: objects for data.demonstrations. measure:
-    function of an arm, the arm's run and the run's policies (model directories) that returns the numbers.
+    file: script that defines the classes `task` and `environment`. demonstrations: objects for data.demonstrations.
+    measure: function of (arm, run directory, model directories of the run's policies) that returns the numbers.
     programs: {arm: script that trains the arm in place of trainer/main.py}.
     """
 

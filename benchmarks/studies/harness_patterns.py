@@ -195,7 +195,7 @@ PATTERNS = [
 
 
 def run(problem: Any, client: Any) -> float:
-    """Play a session of the pattern that the environment names."""
+    """Play a session of the pattern that the environment variable PATTERN names."""
     globals()[os.environ["PATTERN"]](problem, client)
     return float(client.session.endswith("0"))
 

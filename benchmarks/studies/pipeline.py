@@ -2,8 +2,8 @@
 
     python benchmarks/studies/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 
-The project's player runs with simulated engines on a virtual clock (simulation/): trajectory and agentic, with 1 and 4 segments,
-64 engines and 512 problems. The constants are printed first; one parameter is fitted.
+The project's player runs with simulated engines on a virtual clock (simulation/): the trajectory and the agentic pipeline, with 1
+and 4 segments, 64 engines and 512 problems. The constants are printed first; one parameter is fitted.
 
     --sensitivities   also 2 and 8 segments, rollout.overlap, and other numbers of engines and of problems: four times the work
     --full            the sensitivities, and also 4,096 problems: twice the work of --sensitivities

@@ -103,7 +103,7 @@ def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
 
 
 def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
-    """Return rewards minus the mean reward of their turn index, summed over each turn and those after it.
+    """Return, for each turn, the sum over this and later turns of (reward - mean reward of that turn index).
 
     Ports of MT-GRPO do so (github.com/verl-project/verl#7244).
     """

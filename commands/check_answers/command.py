@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def is_misjudged(self) -> bool:
-        """True if a right answer gets less than full credit, a wrong answer full credit, or the reference no judgement."""
+        """True if a right answer gets less than full credit, a wrong one gets it, or the reference itself is not judged."""
         if self.reward.is_missing:
             return self.rule == notations.ITSELF
         return (self.reward.correct >= 1) != self.is_right

@@ -147,7 +147,7 @@ def items(text: str) -> Items | None:
 
 
 def intervals(text: str) -> list[Items] | None:
-    """Parse a union of intervals that each have at least one infinite end."""
+    """Parse a union of intervals that each have at least one infinite end; None for other texts."""
     parts = [items(part.strip()) for part in text.split(r"\cup")]
     known = [interval for interval in parts if interval is not None and interval.is_interval]
     return (

@@ -72,7 +72,10 @@ Command = Callable[..., int | None]
 
 
 def command(group: str, example: str, *, name: str | None = None) -> Callable[[Command], Command]:
-    """Add a command to a group of `marsrl --help`; its docstring is its help, its return value the exit code (None: 0)."""
+    """Return a decorator that adds a function as a command to a group of `marsrl --help`.
+
+    The function's docstring is the command's help text, and its return value the exit code (None: 0).
+    """
 
     def add(body: Command) -> Command:
         paragraphs = [" ".join(each.split()) for each in str(body.__doc__).split("\n\n")]

@@ -127,7 +127,7 @@ def evaluate(
     except Interrupted as interrupted:
         print(visible(str(interrupted)), file=sys.stderr)
         return 130
-    if not sys.stdout.isatty():  # people read the table
+    if not sys.stdout.isatty():  # on a terminal, people read the table
         print(json.dumps(result.model_dump(mode="json"), indent=1), flush=True)
     return 0
 

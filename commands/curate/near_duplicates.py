@@ -88,7 +88,9 @@ class _Questions:
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
-    """Return (bands, hashes per band): the most hashes per band that still find enough pairs, for the fewest false candidates.
+    """Return (number of bands, hashes per band).
+
+    More hashes per band give fewer false candidates. The returned number is the largest with which enough pairs are still found.
 
     A pair of similarity s is found with probability 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive Datasets, 3.4.2).
     """

@@ -117,9 +117,10 @@ def _nearest(value: Any) -> str:
 
 
 def readable(max_question_chars: int, origin: Mapping[str, Any], on_placeholder: str = "skip") -> Stage:
-    """Return the stage that keeps rows with an answer and a question that is not too long.
+    """Return the stage that keeps valid rows whose question is not too long.
 
-    origin: JSON that describes the inputs and how they are read. on_placeholder: keep or skip placeholder answers.
+    origin: JSON that describes the inputs and how they are read. on_placeholder: whether to keep or skip rows with a placeholder
+        as the answer.
     """
 
     def decide(row: Row) -> Decision:

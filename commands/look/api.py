@@ -109,8 +109,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
     """Return the content of the overview page. Without summary.json, rows and facts are empty.
 
     rows: accuracies before and after training, one per agent. confusions: confusion matrices of agents that give verdicts.
-    facts: (key of summary.json, text).
-    config: text of config.yaml. num_non_finite: number of non-finite metric values.
+    facts: (key of summary.json, text). config: text of config.yaml. num_non_finite: number of non-finite metric values.
     """
     run = catalog.run
     page: dict[str, Any] = {

@@ -312,7 +312,10 @@ class Catalog:
         return records_by_uid
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
-        """Return the rollout instances with the most agents, among those with a sample in the first or the last step."""
+        """Return the `num` rollout instances with the most agents, among those with a sample in one step.
+
+        last: True: the last step; False: the first.
+        """
         steps = sorted(self._files.keys() - self._damages.keys())
         if not steps:
             return []

@@ -29,7 +29,7 @@ _MODULES = (  # in order: a module comes after those that it imports
     *("compare", "app"),
 )
 _STYLES = ("vendor/uPlot.min.css", "style.css")
-_PROBLEMS = 3  # problems of the first step and of the last step whose samples are embedded
+_PROBLEMS = 3  # number of problems of the first step, and of the last step, whose samples are embedded
 _MOST_CHARS = 6000  # maximum characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB
 
 

@@ -264,7 +264,7 @@ def warnings(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
-    """Return one warning for each run of consecutive steps."""
+    """Return one warning for each stretch of consecutive steps."""
     entries = []
     for _, numbered in itertools.groupby(enumerate(points), key=lambda each: each[1][0] - each[0]):
         stretch = [point for _, point in numbered]

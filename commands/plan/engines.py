@@ -236,7 +236,7 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 def _weight_bytes(setup: EngineSetup) -> float:
     """Return the bytes of weights on one of an engine's GPUs, without adapters."""
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
-    looked_up = embedding if elements(setup.shape).head else 0.0  # a lookup reads few rows
+    looked_up = embedding if elements(setup.shape).head else 0.0  # not in _cut_bytes, because a lookup reads few rows
     return _cut_bytes(setup, touched=1.0) + _whole_bytes(setup) + looked_up
 
 

@@ -88,8 +88,8 @@ class RankMemory:
     in `moment`. reference: weights of the KL term's frozen model. head: a chunk of logits, the gradient of the hidden states, and
     the float32 gradient of the output layer. replay: recorded expert choices of all micro-batches of the step.
     asleep: weights, reference and optimizer state that trainer.sleep moves to pinned CPU memory while engines decode.
-    host: pinned CPU memory. It holds offloaded optimizer state, its float32 gradients and layers' inputs; `asleep`; and under
-    router_replay "recompute" the recorded experts.
+    host: pinned CPU memory. It holds the offloaded optimizer state with its float32 gradients, the offloaded inputs of layers,
+    `asleep`, and with router_replay "recompute" the recorded experts.
     """
 
     stage: int

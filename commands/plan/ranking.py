@@ -107,7 +107,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
     time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
     read_again = (
         0 if training.adapters or not training.sleeps else memory.weights
-    )  # a publish reads the weights, to send them and to compute checksums
+    )  # a publish needs the weights on the GPU, to send them and to compute checksums
     time.offloading += 2 * (memory.asleep + read_again) / (gpu.pcie * hw.LINK_SHARE.value)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 

@@ -138,7 +138,7 @@ class _Reader:
         return {} if writer == "any" else self._config.agents[writer].template_options
 
     def _chat(self, row: Mapping[str, object], writer: str, renderer: ChatRenderer) -> tuple[IntArray, str]:
-        """Return (prompt, completion). The completion is the last message, an assistant's, as the model would write it."""
+        """Return (prompt, completion). The completion is the last message, an assistant's, in the form that the model writes."""
         messages, tools = row["messages"], row.get("tools") or ()
         if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
             raise BadLine("messages: expected a list of {role, content}, where content is text")

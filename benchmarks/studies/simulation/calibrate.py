@@ -69,10 +69,9 @@ def fit(constants: Constants) -> Fit:
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
-    """Return x in [low, high] with |f(x)| <= tolerance for a rising f (regula falsi, Illinois); None if f does not change its
-    sign.
+    """Return x in [low, high] with |f(x)| <= tolerance, by regula falsi (Illinois); None if f does not change its sign.
 
-    f may jump, as a maximum over few samples does; once the bracket is narrower than 1e-4, its middle is returned.
+    f must rise. It may jump, as a maximum over few samples does; once the bracket is narrower than 1e-4, its middle is returned.
     """
     f_low, f_high = f(low), f(high)
     if f_low > tolerance or f_high < -tolerance:

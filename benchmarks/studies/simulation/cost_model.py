@@ -31,7 +31,7 @@ def _constant(default: float, unit: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the times. ASSUMED marks those that are in no paper or public source."""
+    """Constants of the cost model. ASSUMED marks those that are in no paper or public source."""
 
     itl_scale: float = _constant(
         1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"

@@ -108,7 +108,7 @@ class Texts:
     """Texts for a simulation with real prompts and completions; without them, a completion's last token stands for its text.
 
     written: returns the tokens that an engine decodes; each stands for `grain` real tokens. told: returns the text that an engine
-    makes from the tokens of a completion.
+    makes from the tokens of a completion. question: returns the question of the n-th problem.
     """
 
     renderer: ChatRenderer
@@ -187,7 +187,7 @@ class Simulation:
         return batch
 
     def _play_until(self, end_s: float) -> None:
-        """Let the engines work until the trainer is done."""
+        """Run the engines until end_s, when the update ends."""
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:

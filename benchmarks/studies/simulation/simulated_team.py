@@ -22,7 +22,7 @@ from simulation.cost_model import Constants
 from simulation.lengths import Lengths, Outcomes
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, Written
 
-# Answer by the last token of a completion; 7 is the right answer of every problem.
+# Text of a completion, by its last token; 7 is the right answer of every problem.
 _TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")
 
 

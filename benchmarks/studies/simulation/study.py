@@ -106,7 +106,7 @@ def settings(grid: Grid) -> list[Setting]:
 
 
 def overlapped(place: tuple[int, int], overlap: int) -> Setting:
-    """Return agentic with 4 segments, with twice the warm-up and more steps: batches of overlapping stages vary more."""
+    """Return `ours` with this overlap, twice the warm-up and more steps, because batches of overlapping stages vary more."""
     setting = ours(*place)
     return replace(setting, overlap=overlap, warmup=2 * setting.warmup_steps, steps=8)
 

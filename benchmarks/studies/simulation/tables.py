@@ -44,7 +44,7 @@ def fit_text(fitted: Fit) -> str:
 
 
 def pipelines_text(study: Study, grid: Grid) -> str:
-    """Compare trajectory with agentic at the centre of the grid."""
+    """Return a table that compares the pipelines at the centre of the grid."""
     rows = []
     for setting, outcome in study.rows.items():
         if setting == central(grid, setting.pipeline, setting.segments):  # leaves out the settings of overlap_text
@@ -54,7 +54,7 @@ def pipelines_text(study: Study, grid: Grid) -> str:
 
 
 def overlap_text(study: Study, size: tuple[int, int]) -> str:
-    """Compare agentic with 4 segments, with and without training in parallel to decoding. size: (engines, problems)."""
+    """Return a table that compares overlap 0 and 1 for the agentic pipeline with 4 segments. size: (engines, problems)."""
     rows = [(str(overlap), *_cells(study.rows[overlapped(size, overlap)])) for overlap in (0, 1)]
     head = (
         f"rollout.overlap, agentic with 4 segments, {size[0]} engines, {size[1]} problems "
