@@ -52,15 +52,15 @@ def entries(library: bytes) -> Iterator[list[tuple[int, int, int, int]]]:
     at = library.find(start)
     while at >= 0:
         _, _, header_bytes, num_bytes = FATBIN.unpack_from(library, at)
-        place, end = at + header_bytes, at + header_bytes + num_bytes
-        found = []
-        while end <= len(library) and place + ENTRY.size <= end:
-            kind, _, entry_header, code_bytes, _, _, _, _, architecture = ENTRY.unpack_from(library, place)
-            found.append((kind, architecture, place + entry_header, code_bytes))
-            place += max(entry_header, ENTRY.size) + code_bytes
-        is_whole = place == end
+        position, end = at + header_bytes, at + header_bytes + num_bytes
+        code_entries = []
+        while end <= len(library) and position + ENTRY.size <= end:
+            kind, _, entry_header, code_bytes, _, _, _, _, architecture = ENTRY.unpack_from(library, position)
+            code_entries.append((kind, architecture, position + entry_header, code_bytes))
+            position += max(entry_header, ENTRY.size) + code_bytes
+        is_whole = position == end
         if is_whole:
-            yield found
+            yield code_entries
         at = library.find(start, end if is_whole else at + 1)
 
 

@@ -139,10 +139,10 @@ class Judgement:
     scales: dict[str, float] = field(default_factory=dict)
     apart: Results = field(default_factory=dict)
 
-    def check(self, name: str, what: str, found: Tensor) -> None:
+    def check(self, name: str, what: str, result: Tensor) -> None:
         """Call assert_accurate on the result `what`, with `name` in its message."""
         scale, apart = self.scales.get(what, 0.0), self.apart.get(what)
-        assert_accurate(f"{name}, {what}", found, self.exact[what], self.plain[what], scale, apart=apart)
+        assert_accurate(f"{name}, {what}", result, self.exact[what], self.plain[what], scale, apart=apart)
 
 
 @dataclass(frozen=True)

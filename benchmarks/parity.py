@@ -294,20 +294,20 @@ def with_sgd(learner: Any) -> None:
         part.optimizer = sgd
 
 
-def line_of(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def line_of(one: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """Return the differences of a layout from one rank."""
-    off = differences(found, one)
-    same = (found["gated"], found["masked"]) == (one["gated"], one["masked"])
+    off = differences(results, one)
+    same = (results["gated"], results["masked"]) == (one["gated"], one["masked"])
     return {**off, "is_ok": same and all(off[name] <= limit for name, limit in LIMITS.items())}
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+def differences(results: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     """Return the differences of loss, gradient, and weights after SGD and AdamW steps."""
-    out = {"loss": abs(found["loss"] - expected["loss"])}
+    out = {"loss": abs(results["loss"] - expected["loss"])}
     for name in ("gradient", "sgd", "adam"):
         if name in expected:
-            assert found[name].keys() == expected[name].keys(), "a parameter is missing"
-            off = {n: float((found[name][n] - expected[name][n]).abs().max()) for n in expected[name]}
+            assert results[name].keys() == expected[name].keys(), "a parameter is missing"
+            off = {n: float((results[name][n] - expected[name][n]).abs().max()) for n in expected[name]}
             largest = max(float(g.abs().max()) for g in expected[name].values())
             out[name] = max(off.values()) / (largest if name == "gradient" else 1.0)
     return out

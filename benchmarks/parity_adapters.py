@@ -77,17 +77,17 @@ def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch
     }
 
 
-def line_of(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def line_of(expected: dict[str, Any], results: dict[str, Any]) -> dict[str, Any]:
     """Return the differences from PEFT."""
     gradient, logprobs = expected["gradient"], expected["logprobs"]
-    assert found["gradient"].keys() == gradient.keys() and found["logprobs"].keys() == logprobs.keys(), (
+    assert results["gradient"].keys() == gradient.keys() and results["logprobs"].keys() == logprobs.keys(), (
         "something is missing"
     )
     off = {
-        "loss": abs(found["loss"] - expected["loss"]),
-        "gradient": max(float((found["gradient"][n] - g).abs().max() / g.abs().max()) for n, g in gradient.items()),
-        "logprobs": max(float((found["logprobs"][uid] - values).abs().max()) for uid, values in logprobs.items()),
-        "norm": abs(found["norm"] - expected["norm"]) / expected["norm"],
+        "loss": abs(results["loss"] - expected["loss"]),
+        "gradient": max(float((results["gradient"][n] - g).abs().max() / g.abs().max()) for n, g in gradient.items()),
+        "logprobs": max(float((results["logprobs"][uid] - values).abs().max()) for uid, values in logprobs.items()),
+        "norm": abs(results["norm"] - expected["norm"]) / expected["norm"],
     }
-    is_ok = all(off[name] <= limit for name, limit in LIMITS.items()) and found["masked"] == expected["masked"]
+    is_ok = all(off[name] <= limit for name, limit in LIMITS.items()) and results["masked"] == expected["masked"]
     return {**off, "is_ok": is_ok}

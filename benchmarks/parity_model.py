@@ -112,15 +112,15 @@ def model_lines(
             }  # fmt: skip
 
 
-def _off(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[str, float]:
-    off = np.abs(np.concatenate(found).astype(float) - np.concatenate(expected))
+def _off(scores: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[str, float]:
+    off = np.abs(np.concatenate(scores).astype(float) - np.concatenate(expected))
     return {"median": float(np.median(off)), "largest": float(off.max())}
 
 
-def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
+def _compared(completions: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
     """Return (number of answers equal to those of transformers, number of answers that first differ at a tie of two tokens)."""
     same = ties = 0
-    for completion, (answer, margins) in zip(found, answers, strict=True):
+    for completion, (answer, margins) in zip(completions, answers, strict=True):
         if np.array_equal(completion, answer):
             same += 1
             continue

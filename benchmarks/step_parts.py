@@ -107,10 +107,10 @@ class Clocks:
 
         return timed
 
-    def _each(self, name: str, found: Iterator[Any]) -> Iterator[Any]:
+    def _each(self, name: str, items: Iterator[Any]) -> Iterator[Any]:
         while True:
             with self.part(name):
-                item = next(found, self)
+                item = next(items, self)
             if item is self:
                 return
             yield item

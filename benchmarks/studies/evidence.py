@@ -281,9 +281,9 @@ def warm_started(settings: Sequence[str]) -> Path:
     return Path(next(iter(warm_starts(config, RunConsole()).values())))
 
 
-def _line(found: dict[str, float]) -> str:
+def _line(numbers: dict[str, float]) -> str:
     return ", ".join(
-        f"{name} {found[name]:.3f}" for name in ("system", "solver", "alone", "last", "return") if name in found
+        f"{name} {numbers[name]:.3f}" for name in ("system", "solver", "alone", "last", "return") if name in numbers
     )
 
 

@@ -70,15 +70,15 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 def _at_equal(claim: Claim, arm: str, spent: str, results: Results) -> dict[int, float]:
     """Return {seed: interpolated accuracy at equal spending}, for seeds that all arms of the claim have finished."""
     arms = [each for group in claim.groups for each in group]
-    found = {}
+    accuracies = {}
     for seed in sorted({seed for _, _, seed in results}):
         curves = {
             each: results[claim.study, each, seed].curves for each in arms if (claim.study, each, seed) in results
         }
         if len(curves) == len(arms) and all(spent in curve for curve in curves.values()):
             budget = min(curve[spent][-1] for curve in curves.values())
-            found[seed] = float(np.interp(budget, curves[arm][spent], curves[arm]["system"]))
-    return found
+            accuracies[seed] = float(np.interp(budget, curves[arm][spent], curves[arm]["system"]))
+    return accuracies
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:

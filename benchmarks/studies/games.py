@@ -98,13 +98,13 @@ def next_words(model: Path, chats: Sequence[Chat], words: Sequence[str]) -> list
     from marsrl.rollout.agents.render import ChatRenderer
 
     renderer, network = ChatRenderer(model), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    places = [int(renderer.encode_trusted(word)[0]) for word in words]
-    found = []
+    token_ids = [int(renderer.encode_trusted(word)[0]) for word in words]
+    probabilities = []
     with torch.no_grad():
         for chat in chats:
             ids = torch.from_numpy(renderer.render(chat)[0]).long()[None]
-            found.append(network(ids).logits[0, -1].double().softmax(-1)[places].tolist())
-    return found
+            probabilities.append(network(ids).logits[0, -1].double().softmax(-1)[token_ids].tolist())
+    return probabilities
 
 
 def alternating(texts: Sequence[str]) -> Chat:
@@ -134,8 +134,8 @@ def main(game: Game, description: str | None) -> None:
     for seed in options.seeds:
         start(game, folder, seed)
         for arm in options.arms:
-            found, curves = train(game, folder, arm, seed, options.settings)
-            records.append({"arm": arm, "seed": seed, "found": found, "curves": curves})
+            numbers, curves = train(game, folder, arm, seed, options.settings)
+            records.append({"arm": arm, "seed": seed, "found": numbers, "curves": curves})
             print(json.dumps(records[-1]), flush=True)
             if options.json:
                 options.json.write_text(

@@ -245,12 +245,12 @@ def measure(pattern: str, function: str = f"{Path(__file__).resolve()}:run") -> 
 def line(row: dict[str, Any]) -> str:
     """Format a row of the table."""
     credit = [Counter("none" if each is None else f"{each:+.2f}" for each in session) for session in row["credit"]]
-    told = "; ".join(
+    credit_text = "; ".join(
         ", ".join(f"{number} x {value}" if number > 1 else value for value, number in each.items()) for each in credit
     )
     cells = (
         row["pattern"], f"{row['calls']} -> {row['samples']}", f"{row['fed']:,}", f"{row['once']:,}",
-        f"{row['fed'] / row['once']:.2f}", f"{row['trained']:,} of {row['drawn']:,}", told, row["why"],
+        f"{row['fed'] / row['once']:.2f}", f"{row['trained']:,} of {row['drawn']:,}", credit_text, row["why"],
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

@@ -60,13 +60,11 @@ def average(policies: Sequence[Bets]) -> Bets:
 
     At each decision point, the moves of a policy are weighted by the probability with which its player reaches the point.
     """
-    found = {}
+    bets = {}
     for card, history in POINTS:
         reach = [1 - each[card, ""] if history == "01" else 1.0 for each in policies]
-        found[card, history] = sum(r * each[card, history] for r, each in zip(reach, policies, strict=True)) / sum(
-            reach
-        )
-    return found
+        bets[card, history] = sum(r * each[card, history] for r, each in zip(reach, policies, strict=True)) / sum(reach)
+    return bets
 
 
 class Deals(OwnTask):

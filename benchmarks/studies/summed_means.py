@@ -20,15 +20,15 @@ def advantages(samples: Iterable[Sample], config: CreditConfig) -> dict[str, lis
     for sample in samples:
         if not sample.reward.is_missing and sample.trained_turns:
             groups.setdefault(sample.group_id, []).append(sample)
-    found: dict[str, list[float]] = {}
+    by_uid: dict[str, list[float]] = {}
     for group in groups.values():
         sessions = []
         for sample in group:
             rewards = list(sample.reward.turns) or [0.0] * len(sample.trained_turns)
             rewards[-1] += sample.reward.value - fsum(sample.reward.turns)
             sessions.append(rewards)
-        found |= {sample.uid: list(own) for sample, own in zip(group, summed_means(sessions), strict=True)}
-    return found
+        by_uid |= {sample.uid: list(own) for sample, own in zip(group, summed_means(sessions), strict=True)}
+    return by_uid
 
 
 if __name__ == "__main__":

@@ -74,11 +74,11 @@ def outlook(turns: Iterable[tuple[float, float]]) -> tuple[float, float]:
 def scored(model: Path) -> tuple[float, float]:
     """Return the exact (expected return, expected number of hints) of a session, averaged over held-out problems."""
     problems = [(question, answer) for question in HELD_OUT for answer in question]
-    found = []
+    outlooks = []
     for question, answer in problems:
         chats = [chat(question, answer, hints) for hints in range(MOST)]
-        found.append(outlook((p[0], p[1]) for p in next_words(model, chats, [HINT, answer])))
-    return fmean(gain for gain, _ in found), fmean(hints for _, hints in found)
+        outlooks.append(outlook((p[0], p[1]) for p in next_words(model, chats, [HINT, answer])))
+    return fmean(gain for gain, _ in outlooks), fmean(hints for _, hints in outlooks)
 
 
 def session(text: str, reward: float) -> list[float]:

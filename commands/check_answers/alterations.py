@@ -121,15 +121,15 @@ def _dropped(text: str, rng: Random) -> Iterator[str]:
 
 
 def _added(text: str, rng: Random) -> Iterator[str]:
-    if (found := forms.items(text)) is not None:
-        yield found.with_parts(*found.parts, _UNHEARD)
+    if (items := forms.items(text)) is not None:
+        yield items.with_parts(*items.parts, _UNHEARD)
     elif forms.number(text) is not None:
         yield f"{text}, {_UNHEARD}"
 
 
 def _order(text: str, rng: Random) -> Iterator[str]:
-    if (found := forms.items(text)) is not None and found.opening in ("(", "[") and not found.is_interval:
-        yield found.with_parts(*reversed(found.parts))
+    if (items := forms.items(text)) is not None and items.opening in ("(", "[") and not items.is_interval:
+        yield items.with_parts(*reversed(items.parts))
 
 
 def _brackets(text: str, rng: Random) -> Iterator[str]:

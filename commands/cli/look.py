@@ -65,12 +65,12 @@ def audit(
     from marsrl.commands.audit import audit, table
     from marsrl.trainer.runs.directory import RunDirectory
 
-    found = audit(RunDirectory(run_directory(run)), step)
-    for check in found.checks:
+    audited = audit(RunDirectory(run_directory(run)), step)
+    for check in audited.checks:
         result = {True: "ok", False: "FAILS", None: "not checked"}[check.passed]
         print(visible(f"{check.name:<10} {result:<12} {check.text}"))
-    console(120).print(table(found))
-    return int(not found.is_clean)
+    console(120).print(table(audited))
+    return int(not audited.is_clean)
 
 
 @command(

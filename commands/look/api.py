@@ -159,8 +159,8 @@ def _estimates(name: str, before: Estimate | None, after: Estimate | None, *, is
     }
 
 
-def _counts(of: Estimate | None, field: str) -> dict[str, int] | None:
-    found = getattr(of, field, None)
+def _counts(estimate: Estimate | None, field: str) -> dict[str, int] | None:
+    found = getattr(estimate, field, None)
     return None if found is None else found.model_dump()
 
 
