@@ -24,7 +24,7 @@ ORDER = (
 
 
 def load(name: str) -> Case:
-    """Return the case of this name; ValueError lists the names."""
+    """Return the case of this name. Raises ValueError for an unknown name."""
     if name not in ORDER:
         raise ValueError(f"benchmark case {name!r}: expected one of {', '.join(ORDER)}")
     case: Case = importlib.import_module(f"cases.{name}").CASE

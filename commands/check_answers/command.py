@@ -167,7 +167,7 @@ def counts(checked: Checked) -> Table:
     table.add_column()
     for _ in range(3):
         table.add_column(justify="right")
-    for is_right, said, rules in ((True, "not paid", notations.RULES), (False, "paid", alterations.RULES)):
+    for is_right, said, rules in ((True, "rejected", notations.RULES), (False, "accepted", alterations.RULES)):
         table.add_row(f"{'right' if is_right else 'wrong'} answers", "tried", said, "not judged")
         for rule in rules:
             if own := [trial for trial in checked.trials if (trial.rule, trial.is_right) == (rule, is_right)]:
@@ -188,7 +188,7 @@ def rows(checked: Checked) -> str:
     for uid, trials in worst:
         lines.append(f"{uid}: {len(trials)} misjudged, reference {_short(trials[0].problem.answer or '')}")
         for trial in trials[:_MOST_ANSWERS]:
-            said = "not judged" if trial.reward.is_missing else "not paid" if trial.is_right else "paid"
+            said = "not judged" if trial.reward.is_missing else "rejected" if trial.is_right else "accepted"
             note = f": {_short(trial.reward.note)}" if trial.reward.note else ""
             lines.append(f"  {said}: {_short(trial.answer)} ({trial.rule}){note}")
     return "\n".join(lines)

@@ -235,7 +235,7 @@ class _Stored:
         return tensor.reshape(expected)
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """Read the stored tensor `key` at `index` of its first dimensions."""
+        """Return the part of the stored tensor `key` at `index`, which indexes its first dimensions."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"checkpoint {self._folder} has no tensor {key}, which its config.json requires")

@@ -202,7 +202,7 @@ def test_what_a_judge_pays_wrongly_is_found_by_kind_and_line(capsys: Any) -> Non
     assert sum(map(int, last_column)) == 3  # trials that were not judged; all are of line 6
     assert all("a tiny constant" in rules for uid, rules in found.items() if uid != "refs.jsonl:6")
     assert (
-        "refs.jsonl:4: 2 misjudged, reference proof\n  paid: " in shown
+        "refs.jsonl:4: 2 misjudged, reference proof\n  accepted: " in shown
         and "  not judged: 13 (the reference itself): " in shown
     )
 
