@@ -180,7 +180,7 @@ def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> lis
         engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
         common: dict[str, Any] = {"verify_every": repeats + 2, "bucket_bytes": bucket_mib << 20}
         ways: list[tuple[str, float | None]] = [("shm", None), ("ipc", None), ("nccl", None)]
-        # An engine has one connection at a time.
+        # One after the other, because an engine has one connection at a time.
         for backend, share in [*ways, *(("delta", share) for share in shares)]:
             sync: WeightSync
             if backend == "shm":
