@@ -1,8 +1,7 @@
-"""Assembly of a run's parts from its settings, starting with those that fail most often, and their teardown.
+"""Builds the parts of a run from its settings, those that fail most often first, and closes them at the end.
 
-rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
-all:     process groups, the warm start if no model is given, one learner and one weight sync per policy, the checkpoint
-         to resume from
+all ranks:  process groups, the warm start if a policy has no model, one learner and one weight sync per trained policy
+rank 0:     run directory, engines (Ray or in process), rollout, evaluator, logs
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2":
 
 
 def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
-    """Return the config with rank 0's dtypes: auto could resolve differently on hosts with other processors. Collective."""
+    """Return the config with rank 0's dtypes, because `auto` depends on a host's processor. Collective."""
     dtypes = {name: policy.dtype for name, policy in config.policies.items()}
     return config.with_dtypes(json.loads(broadcast_bytes(json.dumps(dtypes).encode() if rank() == 0 else None)))
 
@@ -152,7 +151,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
 
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
-    """Return the hosts on which ranks hold GPUs. Collective."""
+    """Return the hosts of all ranks, with their numbers of GPUs and ranks. Collective."""
     lines = [tuple(line.decode().split()) for line in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
     return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(lines).items())
 
@@ -221,7 +220,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
 
 @contextmanager
 def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
-    """Open rank 0's rollout and evaluator of the team; the team is closed after them, even on errors."""
+    """Open the rollout, the evaluator and the step log on rank 0; on exit, close the rollout. The caller closes the team."""
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
@@ -259,7 +258,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
 
 @contextmanager
 def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
-    """Open the agents with their engines and a judge, for training or `marsrl evaluate`."""
+    """Open the team for training or `marsrl evaluate`: its agents, engines, tools, and the judge if one is configured."""
     config = checked.config.in_bytes()
     with ExitStack() as stack:
         stack.callback(checked.task.close)
@@ -339,7 +338,7 @@ def open_pool(
 
     model: the policy's model directory.
     max_model_len: largest number of tokens of a prompt and its completion together.
-    deadline_s: timeout of a server's answer in seconds; None: no timeout, because callers do not wait.
+    deadline_s: a replica that holds a request for more seconds counts as lost; None: no limit.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: every policy's learner and the rollout's state with metadata, written atomically.
+"""Checkpoints, written atomically: the learner of every policy, the state of the rollout, and metadata.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
 checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0); absent in supervised training
@@ -12,7 +12,7 @@ A save goes into step_12.part, which is renamed when complete:
     begin: plan, copy        write: each rank writes its files        end: index, manifest, rename, latest
     all ranks together       at once, or in a thread during training  all ranks together
 
-With run.async_checkpoint, a thread writes, and the save ends after the first training step by which every rank has written.
+With run.async_checkpoint, a thread writes. The save then ends after the first training step at whose end all ranks have written.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ class CheckpointWriter:
 def is_due(
     run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool, is_best: bool = False
 ) -> tuple[bool, bool]:
-    """Return (a checkpoint is due after `step`, a rank was asked to stop), the same on all ranks. Collective.
+    """Return (a checkpoint is due after `step`, the run must stop), the same on all ranks. Collective.
 
-    saved_s: start of the last save, by time.monotonic(). is_asked: this rank was asked to stop. is_best: the step has
-    the best evaluation so far (only rank 0's value counts).
+    saved_s: time.monotonic() of the last save. is_asked: this rank received a stop signal (Ctrl-C or SIGTERM). is_best: the
+    step has the best evaluation so far (only rank 0's value counts).
     """
     is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
     answers = [decode(tuple[bool, bool], part) for part in gather_bytes(encode((is_asked, is_late or is_best)))]

@@ -1,4 +1,4 @@
-"""The part of a run that only rank 0 does: rollout, evaluation, and the log of the steps."""
+"""Work that only rank 0 does in a run: rollout, evaluation, and the log of the steps."""
 
 from __future__ import annotations
 

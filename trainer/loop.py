@@ -1,7 +1,7 @@
 """Training loop of every mode: problems -> groups -> advantages -> batch -> step -> publish. Read this first.
 
 Each step trains on the groups that finished in one stage of the rollout, and makes one new version of each policy. Rank 0 plays
-the problems and holds the groups; all ranks share the update.
+the problems and holds the groups; the update runs on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def train(run: Run) -> None:
             batch = run.play()  # Groups of all agents that finished in this stage, on rank 0; None elsewhere.
         credited = None
         if batch is not None:
-            teacher_logprobs = run.ask_teachers(batch)  # Empty for agents without a teacher.
+            teacher_logprobs = run.ask_teachers(batch)  # {uid: log-probs}; empty without teachers
             with run.timed("credit"):
                 credited = credit(
                     batch.groups,

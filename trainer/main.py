@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything, print the batch arithmetic, the placement and the use of run.name, then exit",
+        help="check everything; print the batch sizes, the placement, and whether run.name is new or resumed; then exit",
     )
     parser.add_argument("--full", action="store_true", help="with --dry-run: also print every resolved setting, last")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
             with open_run(checked, directory) as opened:
                 train(opened)
         except DistNetworkError as error:
-            if has_ended(launcher):  # The store that all ranks use has ended with torchrun.
+            if has_ended(launcher):  # The ranks' rendezvous store ended with torchrun.
                 raise KeyboardInterrupt from error
             raise
     except KeyboardInterrupt:

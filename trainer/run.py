@@ -82,7 +82,7 @@ class Run:
         self.total_seconds = dict(seconds)  # seconds of each part of the run, including those before the first step
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
-        self.untrained: Counter[str] = Counter()  # why steps of this process trained nothing; only on rank 0
+        self.untrained: Counter[str] = Counter()  # {reason: steps that trained nothing}; only on rank 0
         self.resumed_step = 0
         self.has_trained = False  # True if this step trained
         self.has_shown_sample = False  # True once this process has shown a sample on the console
@@ -136,7 +136,7 @@ class Run:
         """Resume from a checkpoint if run.resume is set; send the weights to the engines; evaluate before the first step."""
         barrier()  # Rank 0 starts its engines before it gets here.
         if self.config.trainer.sleep:
-            # The learners need the memory: they are loaded, and compute log-probs for weight sync's comparison.
+            # The learners need the memory to load weights, and to compute log-probs for weight sync's comparison.
             self._put_engines_to_sleep(list(self.learners))
         resume, restored = self.config.run.resume, None
         if resume != "off":
@@ -193,7 +193,7 @@ class Run:
     def play(self) -> StepBatch | None:
         """Play a stage and return its finished groups on rank 0; other ranks wait and return None. Collective.
 
-        Raises Stopped: rank 0 was asked to stop. The previous step is saved; this step is lost.
+        Raises Stopped if rank 0 received a stop signal. The previous step is saved; this step is lost.
         """
         self.consumed_version = max(self.versions[policy] for policy in self.learners)
         title = f"step {self.step}/{self.config.run.steps} rollout"
@@ -363,13 +363,13 @@ class Run:
                 raise RuntimeError(
                     f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
                     f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_steps reads them); "
-                    "lower the learning rate, or take out the samples that they have in common"
+                    "lower the learning rate, or remove samples that these batches have in common"
                 )
 
     def publish(self, group: Together, is_new: Mapping[str, bool]) -> None:
         """Publish the policies of a group to their engines in one publish.
 
-        is_new: {policy: True if the step changed its weights}. Otherwise the same version is published again.
+        is_new: {policy: True if the step changed its weights}. With False, the same version is published again.
         """
         for policy, is_updated in is_new.items():
             self.versions[policy] += is_updated
@@ -459,9 +459,9 @@ class Run:
         """Save a checkpoint if one is due. Collective.
 
         A checkpoint is due by run.checkpoint_every or run.checkpoint_minutes, after the last step, at the best evaluation so far
-        (run.keep_best), and if a rank was asked to stop.
+        (run.keep_best), and if a rank received a stop signal.
 
-        Raises Stopped, on all ranks, if a rank was asked to stop; the step is saved.
+        Raises Stopped, on all ranks, if a rank received a stop signal; the step is saved.
         """
         self.checkpoints.finish_if_written()
         is_asked, last = self.stop.is_asked, self.config.run.steps

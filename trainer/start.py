@@ -17,7 +17,11 @@ from marsrl.trainer.torchrun import is_rank_0, world_size
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A run with checked settings. directory, lock: None on ranks other than 0, and in a dry run."""
+    """A run with checked settings.
+
+    directory, lock: None on ranks other than 0, and in a dry run.
+    text: summary to print: origin of the settings, results of the checks, and use of the run directory.
+    """
 
     checked: Checked
     directory: RunDirectory | None

@@ -48,7 +48,9 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
     run = begun(tmp_path, f"policies.main.dtype={began}")
     again = settings("policies.main.dtype=auto", f"run.dir={tmp_path}", "run.resume=auto")
     decided, said = decide_dtypes(again, settings_to_resume(again))
-    assert decided.policies["main"].dtype == began and said == [f"policies.main.dtype=auto: {began} (it began so)"]
+    assert decided.policies["main"].dtype == began and said == [
+        f"policies.main.dtype=auto: {began} (kept from its start)"
+    ]
     resume_lines(run, decided, {})  # refuses another dtype than the checkpoint's
     native, why = native_dtype()
     new = again.model_copy(update={"run": settings().run})

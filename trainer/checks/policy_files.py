@@ -27,7 +27,7 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
     """Check a policy's model directory; return the config, with prompts limited to the model's positions, and warnings."""
     policy, original, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # Raises if no agent or judge uses the policy.
-    if policy.openai is not None:  # the directory gives the tokenizer only; the server, the length
+    if policy.openai is not None:  # the directory only provides the tokenizer; the server limits the length
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
             key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()
             warnings += [f"{key} is text, and {why}; set it to tokens if the server takes token ids" for why in reasons]

@@ -59,7 +59,7 @@ class Checked:
     ends: for each policy, text that names the tokens that end its completions.
     warnings: sentences about likely mistakes.
     curators: policies that only `marsrl curate` uses.
-    dtypes: lines that tell which dtype each auto became, and why.
+    dtypes: lines with the dtype that each `auto` was resolved to, and why.
     """
 
     config: RunConfig

@@ -1,4 +1,4 @@
-"""Problems of a run, from files or the user's task, and those held out for evaluation."""
+"""Training and evaluation problems of a run, from files or the user's task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunProblems:
     held_out: problems to evaluate on.
     sets: the sets of data.eval, if that is a list.
     num_skipped: number of skipped lines in data.train and data.eval (data.on_bad_line=skip).
-    num_taken: number of training problems that are held out, because no problems are given for evaluation.
+    num_taken: number of problems taken from the training data for evaluation; 0 if the run has evaluation problems.
     warnings: sentences about repeated questions, and about answers that are placeholders.
     """
 
@@ -41,9 +41,9 @@ def sources(task: str) -> tuple[str, str]:
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
-    """Return the problems of the files or the user's task; if none are given for evaluation, hold some out.
+    """Return the problems of the files or the user's task; without evaluation problems, hold out some training problems.
 
-    given: problems to evaluate on, in place of those in the files. If nothing is trained, no other problems are needed.
+    given: problems to evaluate on; no files are read then. None: read the files.
     """
     data = read_data(config) if given is None else RunProblems((), given)
     train_source, eval_source = sources(config.task)
@@ -86,7 +86,7 @@ def _trained_too(
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Return the problems read from the files, or by the user's task; () without a file."""
+    """Read data.train and data.eval, or the problems that the user's task lists; () for a file that is not set."""
     data = config.data
 
     def read(path: str) -> ReadResult:

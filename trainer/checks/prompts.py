@@ -1,4 +1,4 @@
-"""Checks of what models read and write before a run: chat templates, parsers, teachers' tokenizers, a team's first prompts."""
+"""Checks before a run of what models will read and write: chat templates, parsers, teachers' tokenizers, first prompts."""
 
 from __future__ import annotations
 

@@ -124,8 +124,8 @@ def _of_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> Iterato
 def _of_one_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> Iterator[str]:
     """Refuse a judge or teacher policy that is trained, or whose engines have other users too.
 
-    key: setting that names the policy. does: what the judge or teacher does. askers: keys of the policy's users that are not
-        agents.
+    key: setting that names the policy. does: what the judge or teacher does. askers: users of the policy other than agents, as
+        text for the message.
     """
     policy = named_policy(config, key, name)
     key = f"{key} is {name!r}"
@@ -187,13 +187,13 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
     if not config.rewarded_agents:
         yield (
             f"{key} counts groups of agents that are trained on their rewards, but there are none, because "
-            "agents.<name>.loss_weight is 0 for every trained agent; raise one, or turn it off"
+            f"agents.<name>.loss_weight is 0 for every trained agent; raise a loss_weight, or turn {key} off"
         )
         return
     if config.credit.normalise == "step":
         yield (
             f"{key} counts groups with spread, but credit.normalise=step compares samples of all groups, so that each has a "
-            "gradient; turn it off, or set another credit.normalise"
+            f"gradient; turn {key} off, or set another credit.normalise"
         )
     first = find_orchestration(config.orchestration).agents[0].name
     is_first = config.orchestration in ORCHESTRATIONS and config.counted_agent == first
@@ -210,7 +210,7 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
 
 
 def _of_shared_prefixes(config: RunConfig) -> Iterator[str]:
-    """Refuse settings that would give other results if a shared prefix is computed once, or that cannot split such a prefix."""
+    """Refuse settings that contradict computing a shared prefix only once."""
     key = f"trainer.shared_prefixes is {config.trainer.shared_prefixes}, but policies"
     for name, policy in config.trained_policies.items():
         if policy.layout.context > 1:

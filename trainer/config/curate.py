@@ -42,8 +42,12 @@ class CriterionConfig(Settings):
     temperature: Temperature = Field(0.6, description="sampling temperature, above 0")
     top_p: float = Field(0.95, gt=0, le=1)
     """nucleus sampling: sample from the likeliest tokens whose probabilities add up to top_p; 1: all tokens"""
-    max_input_tokens: Tokens = Field(8192, description="longest prompt; questions with a longer one have no verdict")
-    max_response_tokens: Tokens = Field(2048, description="longest answer; a truncated answer has no verdict")
+    max_input_tokens: Tokens = Field(
+        8192, description="longest prompt, in tokens; a question with a longer one has no verdict"
+    )
+    max_response_tokens: Tokens = Field(
+        2048, description="longest answer, in tokens; a truncated answer has no verdict"
+    )
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """variables of the chat template (Qwen3: enable_thinking)"""
 

@@ -92,7 +92,7 @@ def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
         lines += [
             f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
             for short, meaning in shown
-            if short in value  # The value of a section with kinds has only the keys of one kind.
+            if short in value  # A section with kinds has only the keys of its own kind.
         ]
     elif isinstance(value, dict) and value:
         lines += [f"  {line}" for line in _lines(value, (), None)]

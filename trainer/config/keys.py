@@ -26,7 +26,7 @@ class Key:
     kind: the type as text.
     default: the default as text; "" for a section, and for a setting without a default.
     meaning: the setting's description.
-    below: names of a section's pydantic models; several if the section has kinds.
+    below: names of a section's pydantic models; several if the section has kinds (its key `kind` selects one of them).
     free: True if the user chooses the section's keys.
     """
 
@@ -86,9 +86,9 @@ def _kind(model: str) -> str:
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Yield each key once.
+    """Merge the keys of a section's kinds, and yield each key once. keys_of: {kind: its keys}.
 
-    The meaning of a key names the kinds that have it, unless all do. If the kinds have different defaults, each is given.
+    The meaning of a key names the kinds that have it, unless all do. If its default depends on the kind, all defaults are listed.
     """
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
@@ -165,7 +165,7 @@ def nearest(where: Sequence[str]) -> str:
 
 
 def as_written(location: Sequence[str | int]) -> list[str]:
-    """Return a key as the user writes it, without the kind that pydantic inserts (tools.search.index.corpus)."""
+    """Return a key as the user writes it, without pydantic's kind (`index` in tools.search.index.corpus)."""
     where: list[str] = []
     kinds: Collection[str] = ()
     for part in map(str, location):

@@ -42,13 +42,13 @@ def read_config(
     The layers are the task's preset, the preset that `preset` names, the file and the words; later ones win. Mappings are
     merged key by key, lists are replaced. `preset: none` inherits nothing. A layer that chooses an orchestration, an engine or
     a section's kind drops the settings that lower layers give for other choices (_of_other_choices). A policy that only a
-    preset defines is
-    dropped if no agent uses it: users who set a policy for every agent do not get the preset's policies as well.
+    preset defines is dropped if no agent uses it: users who set a policy for every agent do not get the preset's policies as
+    well.
 
     path: a YAML file or the name of a shipped preset; None: no file.
     overrides: words `key.sub=value`, later ones win; values are YAML.
     trains: False if nothing is trained, so that all policies may be frozen.
-    source: where the words were given, for messages.
+    source: name of the words' source, for messages.
 
     Raises ConfigError for an unreadable file, malformed word, unknown key, wrong type, or contradictory settings.
     """

@@ -165,9 +165,9 @@ class RunConfig(Settings):
         }
 
     def in_bytes(self) -> RunConfig:
-        """Return the config with max_input_tokens in bytes for agents and judges of chat servers, which alone can count tokens.
+        """Return the config with max_input_tokens in bytes, at four bytes per token, for agents and judges on chat servers.
 
-        Each token is taken to have four bytes, as in English text.
+        Only these servers can count the tokens of their prompts.
         """
 
         def counted(asker: Asker) -> Asker:

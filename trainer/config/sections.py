@@ -28,7 +28,7 @@ ON_OFF = BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value,
 """As OFF, for a setting that can also be `on`, which YAML reads as true."""
 
 
-MOST_SEED = 2**31 - 1  # Leaves room for what Megatron adds, because NumPy seeds have 32 bits.
+MOST_SEED = 2**31 - 1  # NumPy seeds have 32 bits, and Megatron adds offsets to the seed.
 
 
 class RunSection(Settings):
@@ -91,13 +91,13 @@ class DataConfig(Settings):
     demonstrations: str | None = None
     """jsonl or json file of outputs to imitate, for marsrl sft (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"
-    """for a line of a data file without a problem or demonstration: stop with an error, or skip and count it"""
+    """error: stop at a line of a data file without a problem or demonstration; skip: skip such lines and count them"""
     on_placeholder: Literal["skip", "keep"] = "skip"
-    """for a problem whose answer is a placeholder (proof, notfound, N/A): skip and count it, because a policy could learn to
-    repeat the placeholder, or keep it (docs/data.md)"""
+    """skip: skip and count problems whose answer is a placeholder (proof, notfound, N/A), which a policy could learn to repeat;
+    keep: train on them (docs/data.md)"""
 
     def why_not(self, task: str) -> Iterator[str]:
-        """Yield a refusal of problem files if the task generates its problems."""
+        """Yield why problem files cannot be used, if the task generates its problems."""
         keys = [key for key in ("train", "eval") if getattr(self, key)]
         if keys and task in ("arithmetic", "reasoning_gym"):
             named = "arithmetic (the default)" if task == "arithmetic" else task
@@ -197,8 +197,8 @@ class SyncConfig(Settings):
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
     verify_every: Count | None = Field(
         None,
-        description="versions between probe comparisons of a policy; default: 1, but of more than 4 adapters of one base 4 are "
-        "compared at each publish, in turn. Checksums are compared at every publish",
+        description="versions between probe comparisons of a policy; default: 1, or, with more than 4 adapters on one base, 4 of "
+        "them in turn at each publish. Checksums are compared at every publish",
     )
 
     def why_not(self, rollout: RolloutConfig) -> Iterator[str]:

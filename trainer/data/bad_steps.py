@@ -93,7 +93,7 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
     if not samples:
         num_long = int(batch.metrics.get("rollout/prompts_too_long", 0))
         too_long = "prompts were longer than agents.<name>.max_input_tokens; raise it, or leave long problems out of data.train"
-        why = f"{num_long} {too_long}" if num_long else "nothing was asked"
+        why = f"{num_long} {too_long}" if num_long else "no agent was called"
         return f"no completion arrived and none is in progress: {why}"
     trained = [sample for sample in samples if config.credit.trains(sample.agent)]
     missing = [sample for sample in trained if sample.reward.is_missing]
