@@ -121,7 +121,8 @@ def credit(
     A teacher adds its part (_teachers_parts) to the advantage of each token. It affects neither rewards nor the statistics of
     groups, nor whether a sample is positive for the gate.
 
-    With credit.turns=returns each turn has its own advantage (turns.py). A sample is then positive if all these are above 0.
+    With credit.turns=returns each turn has its own advantage (turns.py). A sample is then positive if the
+    advantages of all its turns are above 0.
 
     A sample without a reward enters no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
@@ -172,9 +173,10 @@ def credit(
 
 
 def spread(groups: Sequence[Group], config: CreditConfig, trained: Collection[str]) -> Spread:
-    """Return whether the rewards of trained agents' samples differ: by the task's judgement, only by penalties of form, or not.
+    """Return how the rewards of trained agents' samples differ.
 
-    Rewards differ if `credit` would give a trained sample an advantage other than 0.
+    TASK: in the task's judgement; FORM: only in penalties of form; NONE: not at all; UNKNOWN: known rewards do not differ, and
+    others are missing. Rewards differ if `credit` would give a trained sample an advantage other than 0.
 
     groups: one group, or all groups that are compared with each other. trained: names of agents that are trained on rewards.
     """
@@ -313,9 +315,9 @@ def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, Fl
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
     """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
-    If there are more samples, `number` are drawn, and the others get 0 copies. If there are fewer, all are repeated equally
-    often, and the remaining copies are of samples that are drawn.
-    All samples of an agent and instance are drawn with equal probability, so the mean over copies is unbiased.
+    If there are more samples, `number` of them are drawn, and the others get 0 copies. If there are fewer, each is repeated
+    equally often, and samples drawn at random get one more copy. All samples of an agent and instance are drawn with equal
+    probability, so the mean over copies is unbiased.
     """
     uids: dict[tuple[str, str], list[str]] = {}
     for sample in samples:
@@ -331,9 +333,8 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """Return the groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    As in the reward that is replaced, rewards of single turns are added, and agents.<name>.format_penalty and
-    agents.<name>.overlong are subtracted. `correct` of the new reward is the outcome itself. A sample that ended in an error
-    keeps its missing reward.
+    The turns' rewards and the penalties (agents.<name>.format_penalty, agents.<name>.overlong) of the replaced reward are kept.
+    `correct` of the new reward is the outcome itself. A sample that ended in an error keeps its missing reward.
     """
 
     def outcome(sample: Sample) -> Sample:

@@ -70,8 +70,9 @@ class TrainSequence:
 class Paths:
     """Tokens that the model computes for a micro-batch whose samples share prefixes (prefix_trees.py).
 
-    The run of a sample is the tokens that no earlier sample computes, U in all runs together. The path of a sample is the tokens
-    that it shares with earlier samples and then its run, K in all paths together.
+    Run of a sample: its tokens that no earlier sample computes; all runs together have U tokens. Path of a sample: the
+    tokens that it shares with earlier samples, then its run; all paths together have K tokens.
+
     cu_seqlens [S+1] int32: bounds of the runs. cu_seqlens_k [S+1] int32: bounds of the paths. tokens [K] int64: the computed
     token at each place of each path. predicting [T] int64: the computed token that predicts each target.
     """
@@ -86,7 +87,7 @@ class Paths:
 class PackedBatch:
     """One micro-batch: S concatenated sequences, T tokens (alignment padding included).
 
-    The prompt 11 12 with its completion 13 14, and the prompt 21 with the completion 22 23 24, whose 23 a tool wrote:
+    Example: prompt 11 12 with completion 13 14, and prompt 21 with completion 22 23 24, in which a tool wrote 23:
 
         token_ids    11 12 13 14   21 22 23 24      position_ids  0 1 2 3   0 1 2 3
         targets      12 13 14  0   22 23 24  0      mask          . x x .   x . x .
@@ -153,7 +154,7 @@ def padding(agent: int = 0) -> TrainSequence:
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """Return [trained_rows, positive_rows] of a batch. num_rows: their counts; None: the host waits for the device."""
+    """Return [trained_rows, positive_rows] of a batch. num_rows: their lengths; None: ask the device, which synchronises."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
     return [kernels.kept_rows(row_mask, num_kept=num) for row_mask, num in zip((mask, mask & of_positive), num_rows)]
 
@@ -163,10 +164,10 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """Assign sequences to micro-batches: plan[rank][micro_batch] = indices.
 
-    First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
-    runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
-    are even: the heaviest bin goes first, to the lightest rank. A sequence costs its tokens plus a quadratic term for attention.
-    A micro-batch may be empty only if there are fewer sequences than ranks. All sequences of a micro-batch have one kind.
+    Sequences are packed first-fit-decreasing by tokens into bins of max_tokens. The number of bins is a multiple of num_ranks,
+    because collectives require the same number of forward passes on every rank. Bins are dealt to ranks so that costs are even
+    (`dealt`); a sequence costs its tokens plus a quadratic term for attention. A micro-batch may be empty only if there are fewer
+    sequences than ranks. All sequences of a micro-batch have one kind.
 
     kinds: kind of each sequence; None: all have the same kind.
 

@@ -72,7 +72,7 @@ def plan_trees(
     """Assign samples to micro-batches as plan_micro_batches does, but count a prefix once: plan[rank][micro_batch].
 
     trees: result of depth_first; a micro-batch has samples of one tree. A tree of more than max_tokens is cut where the fewest
-    tokens are repeated in total. If ranks would have no micro-batch, the costliest one is cut as evenly as possible.
+    tokens are repeated in total. If some ranks would have no micro-batch, the costliest micro-batch is cut as evenly as possible.
     lengths, sampled: number of tokens of each sample, and number of those that the head predicts. Both are bounded by
     max_tokens, because equal answers share all but one of their tokens in the layers, and none in the head.
 
@@ -120,8 +120,8 @@ def _cut(
     shared = np.array([branch.shared for branch in branches])
     before = np.cumsum([0, *(lengths[sample] - shared_tokens for sample, shared_tokens in branches)])
     sampled_before = np.cumsum([0, *(sampled[branch.sample] for branch in branches)])
-    repeated = np.zeros(len(branches) + 1)  # Smallest number of repeated tokens in the branches before each place.
-    starts = np.zeros(len(branches) + 1, np.int64)  # Start of the last part that ends at each place.
+    repeated = np.zeros(len(branches) + 1)  # Smallest number of repeated tokens in the first n branches.
+    starts = np.zeros(len(branches) + 1, np.int64)  # Start of the last part of the first n branches.
     for end in range(1, len(branches) + 1):
         first = int(np.searchsorted(before, before[end] - max_tokens))
         totals = repeated[first:end] + shared[first:end]

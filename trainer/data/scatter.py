@@ -51,11 +51,11 @@ class Update:
 class BatchShard:
     """Share of a batch that this rank packs (the same for ranks of one data_rank), and the packing rules.
 
-    align: the number of tokens that a micro-batch computes is a multiple of it.
+    align: divisor of the number of tokens that a micro-batch computes.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
-    objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
-    shared_prefixes: on: a micro-batch computes a prefix that its samples share once (prefix_trees.py); auto: only in
-        updates whose samples have over WORTHWHILE times the tokens that are then computed; off: never.
+    objectives: objective of each agent, in order; the samples of a micro-batch have the same one. (): all agents have the same.
+    shared_prefixes: on: a micro-batch computes each prefix that its samples share only once (prefix_trees.py); auto: as on, but
+        only in updates whose samples have over WORTHWHILE times the tokens that are then computed; off: never.
     adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
         micro-batch has only one adapter.
     """

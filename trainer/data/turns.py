@@ -11,7 +11,7 @@ from marsrl.trainer.config import CreditConfig
 
 
 def turn_advantages(samples: Iterable[Sample], config: CreditConfig) -> dict[str, list[float]]:
-    """Return the advantage of each of a sample's trained_turns, in order, by uid; samples without a reward have none.
+    """Return {uid: advantages of the sample's trained_turns, in order}, for samples with a reward.
 
     r_ik: reward of the agent's k-th turn in session i, in time order over the agent's samples there.
     G_ik = r_ik + r_i(k+1) + ...: return from turn k on. R_i = G_i1.
@@ -66,8 +66,8 @@ def turn_metrics(turns: Iterable[tuple[Sample, Sequence[float]]]) -> dict[str, f
 def _rewards(samples: Sequence[Sample]) -> list[tuple[str, float]]:
     """Return (uid, reward) of each turn of an agent in one session, in time order.
 
-    The part of a reward that belongs to no turn is given to a last turn: a program's reward for the agent to the agent's last
-    turn in the session, and a sample's penalties to the last turn of that sample.
+    Parts of a reward that belong to no turn are added to a last turn: a program's reward for the agent to the agent's last turn
+    in the session, and a sample's penalties to the last turn of that sample.
     """
     last = max(samples, key=lambda sample: sample.trained_turns[-1].call)
     turns: list[tuple[int, str, float]] = []

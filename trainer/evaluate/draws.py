@@ -145,7 +145,7 @@ def read_draws(folder: Path) -> list[Draw]:
 
 
 def digest(problem: Problem) -> str:
-    """Return a digest of question and reference answer, which is the same for every file."""
+    """Return a digest of question and reference answer, whatever file they come from."""
     return key_of(question=problem.question, answer=problem.answer)
 
 

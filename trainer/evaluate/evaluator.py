@@ -34,7 +34,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """Fixed inputs. inputs: {agent: (episode id, ask) of each input}. episodes: the episodes that inputs come from, by id."""
+    """Inputs that every evaluation answers. inputs: {agent: (episode id, ask) of each}. episodes: {id: episode of an input}."""
 
     inputs: dict[str, tuple[tuple[str, Ask], ...]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -181,7 +181,7 @@ class Evaluator:
         return sum(key in kept.draws for key in keys), len(keys)
 
     def ended(self, versions: Mapping[str, int], kept: Kept) -> str:
-        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" for nothing."""
+        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" before the first."""
         inputs, (num_kept, num_draws) = self._input_episodes(versions), self.num_kept(versions, kept)
         num_inputs = sum(key in kept.episodes for key in inputs)
         of_inputs = [f"{num_inputs} of {len(inputs)} episodes for fixed inputs"] if inputs else []
@@ -277,5 +277,5 @@ def _counted(progress: OnProgress | None, num_kept: int) -> OnProgress | None:
 
 
 def _is_whole(played: Played) -> bool:
-    """True if no engine failed in the episode. A resumed evaluation repeats other episodes."""
+    """Return True if nothing failed in the episode; a resumed evaluation repeats failed episodes."""
     return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

@@ -27,7 +27,7 @@ SMALL = ModelShape(
     num_experts=8, experts_per_token=2,
 )  # fmt: skip
 """Shape for tests. vLLM on a CPU needs an expert's ffn_size to be a multiple of 32, and a head_size of at least 32. vocab_size is
-the number of embedding rows, if the tokenizer has fewer tokens."""
+the number of embedding rows; 0: one per token of the tokenizer."""
 
 SHAPES = {
     "tiny": replace(SMALL, num_experts=4, ffn_size=32, max_positions=32768),
@@ -60,7 +60,7 @@ def init_model(
     """
     if isinstance(shape, str):
         if shape not in SHAPES:
-            raise ValueError(f"init: shape is {shape!r}; there are {', '.join(SHAPES)}")
+            raise ValueError(f"init: shape is {shape!r}; expected one of {', '.join(SHAPES)}")
         shape = SHAPES[shape]
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -63,8 +63,8 @@ class DemonstrationTokens:
     ) -> TrainSequence:
         """Return a sequence that trains all of the completion and none of the prompt.
 
-        prompt: text, tokenised as it is, or messages, rendered by the chat template.
-        writer: index of who writes the completion (an agent); losses are summed by writer.
+        prompt: token ids; text, tokenised as it is; or messages, rendered by the chat template.
+        writer: index of the completion's writer, usually an agent; losses are summed by writer.
         ends: append the end token to the completion.
         weights: weight of each token of the completion, including the end token; None: 1.
         """

@@ -40,7 +40,7 @@ from marsrl.trainer.supervised.tutors import tutor_of
 
 RECIPE = 3  # number of the recipe; raise it when results change, so that older warm starts, cached or ready-made, are not used
 READY = Path(__file__).parent / "ready"
-WRITERS = (*Role, None)  # agents, as the learner counts them: each role, and None for drills
+WRITERS = (*Role, None)  # the learner's agents, by index: each role, and None for drills
 DRILLS = WRITERS.index(None)
 SHAPE = "cpu_default"  # default of policies.<name>.shape
 
@@ -161,7 +161,7 @@ def _teach(config: RunConfig, learner: Learner, tutor: Tutor[Any], renderer: Cha
                     return
         if goal:
             console.warning(
-                f"warm start: the {whose} is still {mean:.3f} after {num_steps} steps, expected below {goal.loss}; it continues"
+                f"warm start: the {whose} is still {mean:.3f} after {num_steps} steps, expected below {goal.loss}; going on"
             )
 
     def rising(step: int) -> float:
