@@ -12,9 +12,10 @@ from torch import Tensor
 class KlToGo:
     """Sum of the log-ratio to the reference over each token of a packed batch and the later tokens of the same sample.
 
-    If minus this sum is the advantage, the policy gradient on samples of the current policy is minus the gradient of the whole
-    sample's KL(policy || reference); terms before a token do not depend on the token. The mean over the agent's other samples is
-    subtracted as a baseline. This leaves the expected gradient unchanged; without it almost all advantages would be negative.
+    With minus this sum as advantage, the policy gradient on samples of the current policy is minus the gradient of the whole
+    sample's KL(policy || reference). Terms of earlier tokens are left out, because they do not depend on the token. The mean over
+    the agent's other samples is subtracted as a baseline. This leaves the expected gradient unchanged; without a baseline,
+    almost all advantages would be negative.
 
     All tensors are on the CPU.
     values: [T] float64, the sums, nats.

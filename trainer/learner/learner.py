@@ -96,7 +96,7 @@ class Learner:
             reference is the adapter's starting point on the base, which is loaded anyway.
         reward_kl_coef: weight of the KL penalty in the reward, instead of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
-        sleeps: sleep() frees the GPU's memory (trainer.sleep); otherwise it does nothing.
+        sleeps: True: sleep() frees the GPU's memory (trainer.sleep); False: it does nothing.
 
         Raises ValueError, before anything is started, if the directory or the layout cannot be used.
         """
@@ -209,9 +209,8 @@ class Learner:
     def sleep(self) -> None:
         """With `sleeps`, move weights, optimizer state and reference to pinned CPU memory and free the gradients. Collective.
 
-        While the learner sleeps, held() exports from the CPU. Every other method wakes it first; engines on its GPU must then
-        sleep.
-        Ranks may continue at different times: call a barrier before the engines wake.
+        While the learner sleeps, held() exports from the CPU. Every other method first wakes the learner; engines on its GPU must
+        then sleep. Ranks may return at different times: call a barrier before the engines wake.
         """
         if self.sleeps:
             if not self._memories[0].is_asleep:

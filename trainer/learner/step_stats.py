@@ -97,7 +97,8 @@ def update_stats(
 ) -> list[StepStats]:
     """Compute each policy's statistics of an update after its backward pass. Collective; the host waits for the device here.
 
-    results: results of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens to return.
+    results: results of this rank's micro-batches; empty before the last pipeline stage.
+    keep: uids of samples whose tokens to return.
     agents: each policy's agents, if several policies share the micro-batches, and None for the only policy of an update.
     """
     from megatron.core import parallel_state

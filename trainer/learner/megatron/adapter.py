@@ -160,7 +160,7 @@ class Pair(nn.Module):
 
 @dataclass(eq=False)
 class Rows:
-    """Buffer of the matrices that are summed over one group: [N, P], a row for each of the adapters in `slots`.
+    """Buffer of the matrices whose gradients are summed over one group: [N, P], a row for each adapter in `slots`.
 
     places: {place: (offset in a row, shape)}. num_whole: number of leading elements of a row that every tensor-parallel rank
     holds.
@@ -257,7 +257,7 @@ class Bank:
             yield view[tuple(map(slice, weight.shape))]
 
     def weights(self, name: str, letter: str) -> Tensor:
-        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: of the first joined."""
+        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: first of the J."""
         rows = self.buffers[".experts." in name]
         return rows.at(rows.weights, (name, letter))
 
@@ -298,7 +298,7 @@ class ActiveAdapters:
 
 
 def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, counts: Tensor) -> Tensor:
-    """Multiply rows of x by the matrices in rows of the bank, or by the experts in one row. counts: rows of x for each matrix."""
+    """Multiply rows of x by the matrices in rows of the bank, or by the experts in one row. counts: rows of x per matrix."""
     matrices, gradient = bank.weights(name, letter)[row], None
     if torch.is_grad_enabled():
         matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[row]
@@ -398,7 +398,7 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
 def _fresh(seed: int, unit: Unit, part: int, parts: int) -> Tensor:
     """Return part of a new tensor, the same under every layout.
 
-    A is uniform in 1 / sqrt(in) (Kaiming, a = sqrt(5), as PEFT), B is zero.
+    A is uniform in [-b, b] with b = 1 / sqrt(in) (Kaiming with a = sqrt(5), as in PEFT); B is zero.
     """
     assert unit.size is not None
     if unit.name.endswith("lora_B"):

@@ -78,7 +78,7 @@ class PendingSave:
                 self._written = _write_tensors(self._tensors.items, self._folder)
         except Exception as error:
             self._error = error
-        self._tensors.items.clear()  # the copies
+        self._tensors.items.clear()  # Free the copies.
 
     def finish(self, failure: str) -> dict[str, FileSum]:
         """Write the index on rank 0; return all ranks' tensor files with their checksums, by name. Collective.
@@ -257,7 +257,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """Return the number of updates so far, from the parameter groups (distributed optimizer) or from beside the state."""
+    """Return the number of updates so far, from the parameter groups (distributed optimizer) or from common_step."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 

@@ -198,7 +198,7 @@ class DeepEPExchange(_DeepepManager):
 
 
 def install_dispatcher(layer: MoELayer, backend: str) -> None:
-    """Give the layer our part of the dispatcher that its config names."""
+    """Replace megatron's dispatcher of the layer, or its DeepEP manager, by ours."""
     if backend == "alltoall":
         layer.token_dispatcher.__class__ = TokenDispatcher
     elif backend == "deepep":

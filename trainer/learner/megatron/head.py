@@ -86,7 +86,7 @@ class PolicyModel(GPTModel):
     ) -> tuple[Any, Callable[[Tensor], Any]]:
         """Return megatron's plan of a forward and backward pass (combined_1f1b.py), and the function that ends the forward.
 
-        Parts of each layer run between those of another micro-batch.
+        By this plan, parts of each layer run between those of another micro-batch.
         """
         self.active, inputs, results = active, self._inputs(batch), list[HeadResult]()
 
@@ -206,10 +206,10 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return sequences whose mastered tokens are masked, [S], and with mpt.temperature=1 these tokens, [T].
+        """Return (gate [S], mastered tokens [T]): the sequences whose mastered tokens are masked, and these tokens.
 
-        The sequences are None without a gate, and the tokens None if the loss finds them itself, at the sampling temperature.
-        Takes one pass over the hidden states before the loss.
+        The gate is None with scope `off`, and may be None without positive samples. The tokens are None unless mpt.temperature=1:
+        the loss then finds them itself, at the sampling temperature. Takes one pass over the hidden states before the loss.
 
         Scope `sample` reads only positive samples, if there are any. Other samples are never gated, so their entropy
         stays 0. A sample's mean is over the context-parallel ranks that it is split over, all of which take part

@@ -91,7 +91,7 @@ class HfReader:
                 )
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Read from the files; all other reads go through this method."""
+        """Read part of a tensor from the files."""
         tensor: Tensor = self._files.slice(name)[index]
         return tensor
 

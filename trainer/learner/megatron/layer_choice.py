@@ -8,7 +8,7 @@
 
 The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU.
 
-This module also tells why DeepEP cannot exchange experts' tokens (experts.py).
+This module also checks whether DeepEP can exchange experts' tokens (experts.py).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Fusions(NamedTuple):
 
 def choose_fusions(layers: LayerChoice) -> Fusions:
     """Return the fusions that can be used here with these layers."""
-    ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
+    ours = None if layers.layers == "transformer_engine" else "it needs TransformerEngine's layers"
     accumulation = why_not_on_gpu(APEX, "wgrad_gemm_accum_fp32")
     if accumulation is not None and torch.cuda.is_available():
         accumulation = why_not_added()

@@ -17,7 +17,7 @@ from marsrl.trainer.config import LayoutConfig, PolicyConfig
 class Layout:
     """Sizes with defaults filled in; the product of tensor, pipeline and context divides the number of ranks.
 
-    Layout(tensor=2, expert=4, expert_tensor=1, pipeline=1, context=1)      # on 8 GPUs: 4 data-parallel places
+    Layout(tensor=2, expert=4, expert_tensor=1, pipeline=1, context=1)      # on 8 GPUs: data-parallel size 4
     """
 
     tensor: int
@@ -109,7 +109,7 @@ def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
         return None
     return (
         f"layout.context is {layout.context}, but loss.ratio={ratio} with loss.correction={correction} needs whole sequences on "
-        "a rank; set 1, or per-token choices of both"
+        "a rank; set layout.context=1, or loss.ratio=token and loss.correction=none, tis or icepop"
     )
 
 

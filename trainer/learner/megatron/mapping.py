@@ -3,15 +3,15 @@
 | Megatron                          | Hugging Face                               | cut over ranks       |
 |-----------------------------------|--------------------------------------------|----------------------|
 | linear_qkv [G, (r+2) D, H]        | per KV group: r query heads, key, value    | TP, dim 0 (G)        |
-| linear_proj                       | o_proj                                     | TP, dim 1; bias: not |
+| linear_proj                       | o_proj                                     | TP dim 1; bias whole |
 | mlp.linear_fc1 [2, F, H]          | gate_proj, up_proj                         | TP, dim 1 (F)        |
-| mlp.linear_fc2                    | down_proj                                  | TP, dim 1; bias: not |
+| mlp.linear_fc2                    | down_proj                                  | TP dim 1; bias whole |
 | experts.gate_up[e] [2, F, H]      | experts.e.gate_proj, experts.e.up_proj     | EP by e, ETP dim 1   |
 | experts.down[e]                   | experts.e.down_proj                        | EP by e, ETP dim 1   |
 | embedding, output_layer           | embed_tokens, lm_head (padded with zeros)  | TP, dim 0            |
 | norms, router                     | the same                                   | not cut              |
 
-The shape of a parameter is the view that is cut: in it, a shard is one range of one dimension.
+Parameters are shown in the view that is cut, in which a shard is one range of one dimension.
 
 An adapter's parameters have PEFT's names, a pair A [r, in], B [out, r] for each adapted matrix:
 

@@ -94,7 +94,7 @@ class AttentionKeepingBlock(TransformerBlock):
     """Transformer block that recomputes layers from their inputs, except for attention's output (attention.py)."""
 
     def _checkpointed_forward(self, *args: Any, packed_seq_params: Segments, **others: Any) -> Any:
-        # Kept by micro-batch, because each has its own segments. Without gradients no layer is recomputed, and none is kept.
+        # Outputs are kept per micro-batch, because each has its own segments; without gradients, no layer is recomputed.
         packed_seq_params.kept = {} if torch.is_grad_enabled() else None
         return super()._checkpointed_forward(*args, packed_seq_params=packed_seq_params, **others)
 

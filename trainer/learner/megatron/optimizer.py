@@ -1,6 +1,6 @@
 """AdamW in two forms: Megatron's distributed optimizer, and one for all adapters of a base.
 
-Megatron's has fixes for checkpoints without TransformerEngine.
+Megatron's optimizer is patched so that its checkpoints work without TransformerEngine.
 
 optimizer.zero_grad()
 ...                                        # backward passes
@@ -320,7 +320,7 @@ class AdapterOptimizer:
             self.joint.main[kind][row].copy_(self.joint.own(kind, rows.weights[row]))
 
     def sharded_state_dict(self, model_state: Any, metadata: dict[str, Any], *, is_loading: bool) -> Any:
-        """Return the state as Megatron's optimizer stores it, whose parameters are the adapter's. Collective."""
+        """Return the adapter's optimizer state in the format of Megatron's optimizer. Collective."""
         state = {}
         for key, rows in self._rows().items():
             whole = {kind: self._whole(kind, row, is_loading=is_loading) for kind, row in rows.items()}
@@ -345,7 +345,7 @@ class AdapterOptimizer:
             self.reload_weights()
 
     def _whole(self, kind: bool, row: Tensor, *, is_loading: bool) -> Tensor:
-        """Return a row [P] with the columns of all ranks; with is_loading, an empty row."""
+        """Return a row [P] with the columns of all ranks; with is_loading, an uninitialised row."""
         buffer = self.bank.buffers[kind]
         whole = torch.empty_like(buffer.weights[0], dtype=torch.float32)
         if is_loading:

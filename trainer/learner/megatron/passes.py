@@ -72,8 +72,8 @@ class Work:
 class Model:
     """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
-    bank: holds these adapters, in its `slots` in ascending order; None: no adapters. adapter_of: index among the slots of each
-        agent's adapter; (): every agent has the first one.
+    bank: holds these adapters, in its `slots` in ascending order; None: no adapters. adapter_of: for
+        each agent, index of its adapter among the slots; (): every agent has the first one.
     """
 
     module: Any
@@ -191,8 +191,8 @@ class Passes:
             add up to its gradient; the router's balancing loss belongs to no agent.
 
         Returns:
-            The results of this rank's micro-batches, empty before the last stage; the effect of expert replay; the load of
-            experts.
+            The results of this rank's micro-batches, empty before the last pipeline stage; the effect of expert replay; the load
+            of experts.
         """
 
         def forward_step(
