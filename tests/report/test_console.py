@@ -31,10 +31,10 @@ def test_the_first_sample_shows_prompt_output_answer_and_reward() -> None:
         f"first sample, 000001/solver:0\n--- solver read {len(sample.prompt_ids):,} tokens:\n2 + 2␛[2J\n"
     )
     assert "[29 characters]" in text and text.count("first sample") == 1
-    assert text.endswith("It is [bold]4[/bold].\n--- found in them: the answer '4'; reward 1\n")
+    assert text.endswith("It is [bold]4[/bold].\n--- parsed: the answer '4'; reward 1\n")
     unread = replace(asked, answer=None, verdict=None, reward=Reward(MISSING, MISSING, note="no judgement"))
     RunConsole(stream=printed).sample(unread)
-    assert printed.getvalue().endswith("found in them: neither an answer nor a verdict; no reward (no judgement)\n")
+    assert printed.getvalue().endswith("parsed: neither an answer nor a verdict; no reward (no judgement)\n")
     RunConsole(stream=printed).sample(replace(unread, verdict=False))
     assert "the verdict wrong; no reward" in printed.getvalue()
 

@@ -148,7 +148,7 @@ class RunConsole:
 
     @contextmanager
     def part(self, text: str) -> Iterator[None]:
-        """Print that a part of the start has begun, and how many seconds it took."""
+        """Print a line when a part of the start begins, and one with its seconds when it ends."""
         self.message(f"{text} ...")
         began = time.monotonic()
         yield
@@ -167,7 +167,7 @@ class RunConsole:
             f"first sample, {sample.uid}\n"
             f"--- {sample.agent} read {len(sample.prompt_ids):,} tokens:\n{_cut(sample.prompt_text)}\n"
             f"--- it wrote {len(sample.token_ids):,} tokens ({sample.finish}):\n{_cut(sample.text)}\n"
-            f"--- found in them: {finding}; {reward}{note}"
+            f"--- parsed: {finding}; {reward}{note}"
         )
 
     def keep_warnings(self, path: Path) -> None:

@@ -16,7 +16,7 @@ from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
 FEW_CALLS = 1.5  # calls per sample below which a warning explains the cause
-MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): one verdict of fewer would alone be a share above 1 - ONE_SIDED
+MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED); with fewer verdicts, a single one is a larger share than 1 - ONE_SIDED
 
 
 def summarise(
@@ -104,7 +104,7 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
             verdict, count = ("wrong", wrong) if wrong > correct else ("correct", correct)
             warnings.append(
                 f"{agent} said '{verdict}' in {count} of {total} verdicts: it no longer tells right from wrong; "
-                f"agents.{agent}.pick=paired or balanced shows it both"
+                f"agents.{agent}.pick=paired or balanced shows it both kinds of solutions"
             )
     return warnings
 

@@ -62,7 +62,7 @@ def _columns(row: Any) -> dict[str, Any]:
 
 
 def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
-    """Read rows that pass the filters (as in pyarrow.parquet.read_table), in those columns of `kind` that the file has.
+    """Read the rows that pass the filters (as in pyarrow.parquet.read_table); only columns that are fields of `kind` are read.
 
     what: describes the file in errors.
 

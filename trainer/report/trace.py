@@ -67,7 +67,7 @@ class TraceLog:
             self._spans.append(span)
 
     def add_wall(self, span: Span) -> None:
-        """Record work done between two readings of time.time(). If the clock was set back meanwhile, the span has no length."""
+        """Record work done between two readings of time.time(). If the clock was set back meanwhile, the span gets length 0."""
         ahead = _wall_clock_ahead()
         self.add(span.lane, span.name, span.start_s - ahead, max(span.start_s, span.end_s) - ahead, span.arguments)
 
