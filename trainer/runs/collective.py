@@ -60,7 +60,7 @@ def barrier() -> None:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Meeting point of the ranks, on a separate connection to the store, which a waiting rank blocks. number: count so far."""
+    """Meeting point of the ranks. store: a separate connection, which waiting may block. number: number of meetings so far."""
 
     store: dist.Store
     number: int = 0
@@ -130,7 +130,7 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """Return this rank's part of rank 0's bytes. Collective; call `barrier` before the first call, as scatter itself has none.
+    """Return this rank's part of rank 0's bytes. Collective, without a barrier: call `barrier` before the first call.
 
     parts: on rank 0, the bytes for each data rank; None on other ranks.
     data_ranks: the data rank of each rank.

@@ -196,7 +196,7 @@ class RunDirectory:
             existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
             if not existing.is_dir() and (existing != path or name is None):
                 raise ValueError(f"run.dir={root}: {existing} is a file; name a folder")
-            if existing.is_dir():  # Try to write: permissions alone do not tell, for root or in /proc.
+            if existing.is_dir():  # Try to write: for root and in /proc, permission bits are not enough.
                 tempfile.TemporaryDirectory(dir=existing, prefix="marsrl-").cleanup()
         if name is None:
             return None
@@ -281,7 +281,7 @@ class RunDirectory:
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def best_evaluated(self, steps: Iterable[int]) -> int | None:
-        """Return the one of these steps with the best evaluation, the first of equals; None if none is evaluated."""
+        """Return the step with the best evaluation, the earliest if several tie; None if none of these steps was evaluated."""
         means: dict[int, float] = {}
         for step in sorted(steps):
             file = self.evaluation(step) / "evaluation.json"

@@ -99,7 +99,7 @@ def settings_in(file: Path) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """Return the settings with the run's first seed, warm_start and task_options, which made the weights in its checkpoints."""
+    """Return the settings with the seed, warm_start and task_options of the run's first start, which its warm start used."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config

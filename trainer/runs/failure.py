@@ -79,7 +79,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _no_room(error: OSError, run: RunDirectory, weights: Path | None) -> str:
-    """Return the full file system, and the settings that reduce or move what is written."""
+    """Return text that names the full disk, and the settings that reduce or move what is written."""
     advice = {run.path: "run.keep_checkpoints, another run.dir"}
     advice |= {weights: "another sync.directory"} if weights is not None else {}
     named = Path(error.filename) if error.filename else run.path

@@ -19,7 +19,7 @@ _ends_now = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised on all ranks when the run is asked to stop; a checkpoint has its last finished step, if any."""
+    """Raised on all ranks after a stop signal (Ctrl-C or SIGTERM), once the last finished step, if any, is in a checkpoint."""
 
 
 @contextmanager

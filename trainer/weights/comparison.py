@@ -311,7 +311,7 @@ class CheckedEngines:
 
     @staticmethod
     def compare(asked: Sequence[Compared]) -> list[ComparisonReport]:
-        """Compare the engines' log-probs with the trainer's, of each adapter or of the weights, in one call to the engines.
+        """Compare log-probs of engines and trainer, for several adapters or for the model's weights, in one call to the engines.
 
         Raises RuntimeError if they differ by more than rounding.
         """

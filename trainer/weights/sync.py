@@ -156,7 +156,7 @@ class WeightSync(ABC):
 
         dtype: compute dtype of the engines.
         verify_every: number of versions from one comparison to the next.
-        turn: number of one of the versions to compare, so that policies can take turns. Version 0 is always compared.
+        turn: compared are the versions that equal `turn` modulo verify_every, and version 0.
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._verify_every, self._turn = engines, dtype, verify_every, turn
@@ -551,7 +551,7 @@ def publish(
 
         def proven() -> dict[str, SyncReport]:
             """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
-            assert delivered, "of rank 0"
+            assert delivered, "only rank 0 verifies"
             _part_load(seconds_of, list(delivered.values()))
             asked = {}
             for name, sync in syncs.items():
