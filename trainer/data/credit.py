@@ -252,8 +252,10 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
     return {name: statistics.fmean(each) for name, each in known.items()}
 
 
-def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """Return a sample in the form that packing takes. place: index of the sample's agent in the team."""
+def _sequence(
+    sample: Sample, advantage: float, agent: AgentConfig, agent_index: int, is_positive: bool
+) -> TrainSequence:
+    """Return a sample in the form that packing takes. agent_index: index of the sample's agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -261,7 +263,7 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
         is_sampled=sample.is_sampled,
         rollout_logprobs=sample.rollout_logprobs,
         advantage=advantage * agent.loss_weight,
-        agent=place,
+        agent=agent_index,
         temperature=agent.temperature,
         is_positive=is_positive,
         routed_experts=sample.routed_experts,
@@ -380,7 +382,7 @@ def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
         sessions = [sample.session_id for sample in group.samples]
         means = _means_by(sessions, [sample.reward.value for sample in group.samples])
         instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(means.values())
-    found: dict[str, list[tuple[int, float]]] = {}  # (calls, value) of each instance
+    weighted: dict[str, list[tuple[int, float]]] = {}  # (calls, value) of each instance
     for calls in instances.values():
         everything = torch.tensor([r for rewards in calls.values() for r in rewards], dtype=torch.float64)
         has_spread = len(set(everything.tolist())) > 1
@@ -394,8 +396,8 @@ def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
                 inflated = variance + (mean - everything.mean()) ** 2
                 values["variance_inflation"] = inflated / everything.var(correction=0)
             for name, value in values.items():
-                found.setdefault(f"drmas/{agent}/{name}", []).append((len(rewards), value.item()))
+                weighted.setdefault(f"drmas/{agent}/{name}", []).append((len(rewards), value.item()))
     return {
         name: math.fsum(n * value for n, value in each) / sum(n for n, _ in each)
-        for name, each in sorted(found.items())
+        for name, each in sorted(weighted.items())
     }

@@ -181,7 +181,7 @@ class Evaluator:
         return sum(key in kept.draws for key in keys), len(keys)
 
     def ended(self, versions: Mapping[str, int], kept: Kept) -> str:
-        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" before the first."""
+        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" if there is none."""
         inputs, (num_kept, num_draws) = self._input_episodes(versions), self.num_kept(versions, kept)
         num_inputs = sum(key in kept.episodes for key in inputs)
         of_inputs = [f"{num_inputs} of {len(inputs)} episodes for fixed inputs"] if inputs else []

@@ -147,12 +147,12 @@ def result_of(games: Sequence[Game], earlier: Sequence[Game]) -> LeagueResult | 
         lowest: Array = np.divide(above, below, out=np.ones_like(above), where=below > 0).min(axis=1)
         return lowest
 
-    def share(own: Sequence[Game]) -> Estimate:
+    def share(part: Sequence[Game]) -> Estimate:
         scores: dict[str, list[float]] = {}
-        for game in own:
+        for game in part:
             scores.setdefault(game.opening, []).append(game.score or 0.0)
         counts = [len(each) for each in scores.values()]
-        return estimate_of(len(scores), len(own), ratio([math.fsum(each) for each in scores.values()], counts))
+        return estimate_of(len(scores), len(part), ratio([math.fsum(each) for each in scores.values()], counts))
 
     roles = dict.fromkeys(game.role for game in scored)
     of_run = [*scored, *(game for game in earlier if game.score is not None)]

@@ -45,7 +45,7 @@ class KlToGo:
         return self.sums.new_zeros(num_agents, 2).index_add(0, self.agent_of, self.sums)
 
     def centred(self, totals: Tensor) -> Tensor:
-        """Return values minus the mean over trained tokens of the agent's other samples, [T] float32; 0 for a single sample.
+        """Return values minus their mean over trained tokens of the agent's other samples (0 if there are none), [T] float32.
 
         totals: [A, 2], sum over all batches of what the method `totals` returns.
         """

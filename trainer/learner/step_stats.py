@@ -135,14 +135,14 @@ def update_stats(
         for uid, agent in zip(micro_batch.cut.given.uids, micro_batch.cut.given.agents)
     }
     stats = []
-    for own, grad_norm, lr, norms in zip(agents, grad_norms, rates, agent_grad_norms, strict=True):
-        is_own = [own is None or agent in own for agent in range(width)]
+    for policy_agents, grad_norm, lr, norms in zip(agents, grad_norms, rates, agent_grad_norms, strict=True):
+        is_own = [policy_agents is None or agent in policy_agents for agent in range(width)]
         own_sums = {
             name: tuple(value if is_in else 0.0 for value, is_in in zip(sums[name], is_own, strict=True))
             for name in sums
         }
-        loss = loss_of_all if own is None else math.fsum(own_sums["loss"])
-        if own is not None and not any(own_sums["tokens"]):
+        loss = loss_of_all if policy_agents is None else math.fsum(own_sums["loss"])
+        if policy_agents is not None and not any(own_sums["tokens"]):
             stats.append(empty_update(width, lr))
             continue
         is_finite = math.isfinite(grad_norm) and math.isfinite(loss)

@@ -65,19 +65,19 @@ def fates(
     for part in trained:
         parts_of.setdefault(part.uid, []).append(part)
     with_gradient = {sequence.uid for sequence in credited.sequences}
-    found = {}
+    fate_of = {}
     for sample in (sample for group in groups for sample in group.samples):
         parts, num_sampled = parts_of.get(sample.uid, []), sample.num_sampled
         fate = _untrained(sample, trains, credited, with_gradient)
         if not parts:
-            found[sample.uid] = SampleFate(fate, num_sampled)
+            fate_of[sample.uid] = SampleFate(fate, num_sampled)
             continue
         num_trained = sum(part.num_tokens for part in parts)
         gap = math.fsum(part.gap for part in parts) / num_trained
         fate = TRAINED if all(part.is_applied for part in parts) else SKIPPED
         known = gap if math.isfinite(gap) else None
-        found[sample.uid] = SampleFate(fate, num_sampled, num_trained, parts[0].update, known)
-    return found
+        fate_of[sample.uid] = SampleFate(fate, num_sampled, num_trained, parts[0].update, known)
+    return fate_of
 
 
 def _untrained(sample: Sample, trains: Collection[str], credited: Credited, with_gradient: Collection[str]) -> str:

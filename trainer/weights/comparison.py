@@ -189,23 +189,23 @@ class EngineComparison:
             self._is_first = False
         return farthest
 
-    def _problem(self, found: ComparisonReport, num_sequences: int) -> str:
+    def _problem(self, report: ComparisonReport, num_sequences: int) -> str:
         """Return the violated statistic with its value and bound; "" if there is none."""
-        if found.ratio > self._most:
+        if report.ratio > self._most:
             return (
-                f"the median of |difference| over {found.num_tokens} tokens is {found.median:.3g} nats, expected at most "
-                f"{self._most * (found.noise + _FLOOR):.3g} ({self._most:.3g} x the rounding noise, "
-                f"{found.noise:.3g})"
+                f"the median of |difference| over {report.num_tokens} tokens is {report.median:.3g} nats, expected at most "
+                f"{self._most * (report.noise + _FLOOR):.3g} ({self._most:.3g} x the rounding noise, "
+                f"{report.noise:.3g})"
             )
-        bound_text = f"{found.bound:.3g} nats (twice the 90 % quantile of the rounding noise)"
-        if found.share > _SHARE:
+        bound_text = f"{report.bound:.3g} nats (twice the 90 % quantile of the rounding noise)"
+        if report.share > _SHARE:
             return (
-                f"the share of the {found.num_tokens} tokens that differ by more than {bound_text} is {found.share:.3g}, "
+                f"the share of the {report.num_tokens} tokens that differ by more than {bound_text} is {report.share:.3g}, "
                 f"expected at most {_SHARE:g}"
             )
-        if found.num_last > num_sequences / 2:
+        if report.num_last > num_sequences / 2:
             return (
-                f"{found.num_last} of the {num_sequences} last tokens, which an engine may compute through its prefix cache, "
+                f"{report.num_last} of the {num_sequences} last tokens, which an engine may compute through its prefix cache, "
                 f"differ by more than {bound_text}, expected at most half"
             )
         return ""

@@ -219,8 +219,8 @@ class Bank:
         """Move the adapter's weights into the bank; return its slot. All adapters' parameters become views of new buffers."""
         self.adapters.append(adapter)
         shapes: dict[bool, dict[Place, tuple[int, ...]]] = {}
-        for each in self.adapters:
-            for name, letter, weight in each.matrices():
+        for member in self.adapters:
+            for name, letter, weight in member.matrices():
                 place, _, num = _place(name, letter)
                 shape = (*weight.shape[:-2], num, *weight.shape[-2:]) if letter == "A" else tuple(weight.shape)
                 of_kind = shapes.setdefault(".experts." in name, {})
@@ -233,13 +233,13 @@ class Bank:
                 slots = [slot for slot in slots if "experts" in self.adapters[slot].settings.targets]
                 group = parallel_state.get_expert_data_parallel_group()
             self.buffers[is_expert] = Rows.of(of_kind, slots, group, options)
-        for slot, each in enumerate(self.adapters):
-            views = self.views(each, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
-            for (_, _, weight), view in zip(each.matrices(), views, strict=True):
+        for slot, member in enumerate(self.adapters):
+            views = self.views(member, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
+            for (_, _, weight), view in zip(member.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
         for rows in self.buffers.values() if self._is_trained else ():  # Only now, when the earlier buffers are freed.
             rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
-        self.scales = torch.tensor([each.settings.scale for each in self.adapters], **options)
+        self.scales = torch.tensor([member.settings.scale for member in self.adapters], **options)
         return len(self.adapters) - 1
 
     def rows_of(self, slot: int) -> Iterator[tuple[bool, Rows, int]]:

@@ -38,13 +38,13 @@ class ContextCut:
     rows: Tensor
     given: PackedBatch
 
-    def whole(self, mine: Tensor) -> Tensor:
+    def whole(self, local_values: Tensor) -> Tensor:
         """Gather [T] CPU values of the whole batch from every rank's [T']. Collective over the context group."""
         if not len(self.rows):
-            return mine.cpu()
-        parts = [torch.empty_like(mine) for _ in range(len(self.rows))]
-        dist.all_gather(parts, mine.contiguous(), group=parallel_state.get_context_parallel_group())
-        out = mine.new_zeros(self.given.num_tokens + 1)
+            return local_values.cpu()
+        parts = [torch.empty_like(local_values) for _ in range(len(self.rows))]
+        dist.all_gather(parts, local_values.contiguous(), group=parallel_state.get_context_parallel_group())
+        out = local_values.new_zeros(self.given.num_tokens + 1)
         out[self.rows.flatten()] = torch.cat(parts)
         return out[:-1].cpu()
 
@@ -152,9 +152,9 @@ class Keys:
         places = owner * num_tokens + bounds[segment // 2] + offset % length + is_late * length
         return cls(ends_q.int(), ends_k.int(), places, group)
 
-    def gather(self, mine: Tensor) -> Tensor:
+    def gather(self, local_keys: Tensor) -> Tensor:
         """Gather keys or values [(2C+1) T'/2, N, D] from each rank's [T', N, D]; gradients are summed over ranks."""
         everyone = gather_from_sequence_parallel_region(
-            mine.contiguous(), tensor_parallel_output_grad=True, group=self.group
+            local_keys.contiguous(), tensor_parallel_output_grad=True, group=self.group
         )
         return everyone.index_select(0, self.places)

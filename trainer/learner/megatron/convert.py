@@ -173,12 +173,12 @@ class Converter:
 
     # Owners and sharding of one unit.
 
-    def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
+    def _owns(self, unit: Unit, position: _Place | None = None) -> bool:
         """Return True if a rank (default: this one) holds a part of the unit."""
-        place = place or self._place
-        if unit.stage != place.stage:
+        position = position or self._place
+        if unit.stage != position.stage:
             return False
-        return unit.expert is None or unit.expert // self._num_local_experts == place.expert
+        return unit.expert is None or unit.expert // self._num_local_experts == position.expert
 
     def _local_name(self, unit: Unit) -> str:
         if not unit.name.startswith("decoder.layers."):

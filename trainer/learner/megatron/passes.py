@@ -347,9 +347,9 @@ class Passes:
     def _replay(self, experts: Sequence[Choices | None]) -> Any:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
 
-    def _forward(self, batches: Sequence[PackedBatch], of: Model | None = None) -> list[Tensor]:
-        """Return the last stage's log-probs [T], nats, on every stage. of: the model to run; None: the policy's."""
-        runner = of or self.trained
+    def _forward(self, batches: Sequence[PackedBatch], model_to_run: Model | None = None) -> list[Tensor]:
+        """Return the last stage's log-probs [T], nats, on every stage. model_to_run: default: the policy's model."""
+        runner = model_to_run or self.trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
             batch = next(data)
