@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its settings, those that fail most often first, and closes them at the end.
+"""Builds a run's parts from its settings, the most failure-prone first, and closes them at the end.
 
 all ranks:  process groups, the warm start if a policy has no model, one learner and one weight sync per trained policy
 rank 0:     run directory, engines (Ray or in process), rollout, evaluator, logs
@@ -220,7 +220,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
 
 @contextmanager
 def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
-    """Open the rollout, the evaluator and the step log on rank 0; on exit, close the rollout. The caller closes the team."""
+    """Open the rollout, the evaluator and the step log on rank 0; on exit, close the rollout."""
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
@@ -258,7 +258,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
 
 @contextmanager
 def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
-    """Open the team for training or `marsrl evaluate`: its agents, engines, tools, and the judge if one is configured."""
+    """Open the team for training or `marsrl evaluate`: agents, engines, tools, and the judge if any."""
     config = checked.config.in_bytes()
     with ExitStack() as stack:
         stack.callback(checked.task.close)

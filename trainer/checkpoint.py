@@ -1,4 +1,4 @@
-"""Checkpoints, written atomically: the learner of every policy, the state of the rollout, and metadata.
+"""Checkpoints, written atomically: learners of all policies, state of the rollout, and metadata.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
 checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0); absent in supervised training

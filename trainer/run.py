@@ -237,7 +237,7 @@ class Run:
     def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
         """Return, on rank 0, log-probs of the teachers (agents.<name>.teacher), by uid of the trained samples.
 
-        With rollout.overlap the agents' engines decode meanwhile.
+        With rollout.overlap, the agents' engines keep decoding during the call.
         """
         team, credit = self._rank_0.team, self.config.credit
         if not team.teachers:

@@ -213,7 +213,7 @@ TEAMS = {  # a word of the command: (agents, phrase of the printed batch arithme
     "preset=cpu_solver_verifier": ("solver verifier", "128 samples of solver"),
     "orchestration=debate": ("debater", "one agent: 384 samples a step"),
     "orchestration=team.py:Checked": ("solver verifier corrector", "at most 192 samples a step"),
-    "own_team.yaml": ("first second judge", "at most 192 samples a step, if each agent is asked once in an episode"),
+    "own_team.yaml": ("first second judge", "at most 192 samples a step, if each agent is called once per episode"),
     "own_task.yaml": ("solver verifier1 corrector1 verifier2 corrector2", "576 samples a step"),
     "orchestration=dual_system": ("system2 system1", "40 samples of system2"),
     "warm_start.ready=false": ("solver verifier1 corrector1 verifier2 corrector2", "576 samples a step"),

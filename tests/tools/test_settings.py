@@ -98,7 +98,7 @@ def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> 
     assert_refused("tools.echo.function is .* has no annotation for text", *words)
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    "Says it."\n    return text\n')
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    assert_refused("agents.solver.tools is echo, and of policies.main.model = .* does not show tools", *words)
+    assert_refused("agents.solver.tools is echo, but with policies.main.model = .* does not show tools", *words)
     assert_refused("agents.solver.tools is echo, .* a warm-started policy calls no tools", *calls)
     qa, echo = ("task=qa", own), "{tools: [echo]}"
     assert_refused("dual_system defines its own", *qa, "orchestration=dual_system", f"agents.system2={echo}")

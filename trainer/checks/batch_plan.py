@@ -25,7 +25,7 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
 
 
 def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """Return the arithmetic as lines of text: upper bounds for one step, once the pipeline is full.
+    """Return the batch sizes of a step as lines of text: upper bounds, once the pipeline is full.
 
     Steps with fewer samples or shorter completions have fewer tokens. Prompts are not counted.
     """
@@ -33,7 +33,7 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     samples, is_bound = samples_of_a_step(config)
     problems, most, (first, *later) = rollout.most_problems, sum(samples.values()), samples
     up_to = "" if rollout.refill is None else "at most "
-    condition = "" if is_bound else ", if each agent is asked once in an episode"
+    condition = "" if is_bound else ", if each agent is called once per episode"
     others = (
         f"{len(later)} later agent{'s' if len(later) > 1 else ''} x at most {max(samples[agent] for agent in later)} samples "
         f"each -> at most {most} samples a step{condition}"

@@ -24,7 +24,10 @@ from marsrl.trainer.torchrun import is_rank_0
 
 
 def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
-    """Check a policy's model directory; return the config, with prompts limited to the model's positions, and warnings."""
+    """Check a policy's model directory; return (config, warnings).
+
+    Prompts in the returned config are limited to the model's positions.
+    """
     policy, original, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # Raises if no agent or judge uses the policy.
     if policy.openai is not None:  # the directory only provides the tokenizer; the server limits the length

@@ -41,7 +41,9 @@ def sources(task: str) -> tuple[str, str]:
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
-    """Return the problems of the files or the user's task; without evaluation problems, hold out some training problems.
+    """Return the problems of the files or the user's task.
+
+    Without evaluation problems, some training problems are held out.
 
     given: problems to evaluate on; no files are read then. None: read the files.
     """
@@ -86,7 +88,7 @@ def _trained_too(
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Read data.train and data.eval, or the problems that the user's task lists; () for a file that is not set."""
+    """Read data.train and data.eval, or the problems of the user's task; () for a file that is not set."""
     data = config.data
 
     def read(path: str) -> ReadResult:

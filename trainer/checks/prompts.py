@@ -1,4 +1,4 @@
-"""Checks before a run of what models will read and write: chat templates, parsers, teachers' tokenizers, first prompts."""
+"""Checks before a run of chat templates, parsers, teachers' tokenizers, and a team's first prompts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_templates(config: RunConfig) -> None:
         try:
             ChatRenderer(model).check_shows_tools()
         except ValueError as error:
-            raise ConfigError(f"{key}, and of policies.{agent.policy}.model = {model} {error}") from error
+            raise ConfigError(f"{key}, but with policies.{agent.policy}.model = {model} {error}") from error
 
 
 def check_parsers(config: RunConfig) -> None:

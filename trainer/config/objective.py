@@ -28,8 +28,8 @@ class CreditConfig(Settings):
     """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and each
     reward is compared with the mean of the others (RLOO), which gives Dr. GRPO's advantages times n / (n - 1)"""
     turns: Literal["sample", "returns"] = "sample"
-    """advantages of a sample's turns. sample: all turns share one; returns: each turn has its own, from its reward and the later
-    ones, compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
+    """advantages of a sample's turns. sample: all turns share one; returns: each turn has its own: the sum of its reward and the
+    later ones, compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"

@@ -62,7 +62,7 @@ class RunConfig(Settings):
     """options of the orchestration. solver_verifier: max_loops (default 2); search_team: max_turns (4); debate: debaters (3) and
     rounds (2); your own options: docs/own_team.md"""
     agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
-    """the orchestration's agents; agents not given get the defaults (docs/own_team.md)"""
+    """the orchestration's agents; agents that are not listed get the defaults (docs/own_team.md)"""
     external: ExternalConfig | None = None
     """the program to run with orchestration=external (docs/external.md)"""
     tools: ToolsConfig = Field(ToolsConfig(), description="tools that the agents can call (docs/tools.md)")
@@ -165,9 +165,9 @@ class RunConfig(Settings):
         }
 
     def in_bytes(self) -> RunConfig:
-        """Return the config with max_input_tokens in bytes, at four bytes per token, for agents and judges on chat servers.
+        """Return the config with max_input_tokens in bytes for agents and judges on chat servers.
 
-        Only these servers can count the tokens of their prompts.
+        Only these servers can count the tokens of their prompts; four bytes count as a token.
         """
 
         def counted(asker: Asker) -> Asker:

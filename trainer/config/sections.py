@@ -54,7 +54,7 @@ class RunSection(Settings):
     keep_checkpoints: Count = Field(2, description="number of latest checkpoints to keep")
     keep_every: CountOr0 = Field(0, description="also keep checkpoints of steps divisible by this; 0: none")
     keep_best: bool = True
-    """with eval_every: save a checkpoint at each evaluation that is the best so far (highest eval/system; of equals the first),
+    """with eval_every: save a checkpoint at each evaluation that is the best so far (highest eval/system, the earliest if equal),
     and keep it as checkpoints/best (docs/evaluate.md)"""
     async_checkpoint: bool = False
     """write checkpoints in the background from copies in CPU memory (weights and optimizer state); a crash loses the one being
@@ -145,8 +145,8 @@ class TrainerConfig(Settings):
     plus its completion; more is faster and takes more memory, and does not change gradients"""
     shared_prefixes: Annotated[SharedPrefixes, ON_OFF] = "off"
     """on: a prefix that samples of a micro-batch share, such as a prompt or the turns before a branch, is computed and (in
-    max_tokens_per_micro_batch) counted once; gradients stay the same; auto: on in updates whose samples have over 1.15 times the
-    tokens that are then computed (docs/external.md)"""
+    max_tokens_per_micro_batch) counted once; gradients stay the same; auto: as on, but only in updates whose samples have over
+    1.15 times as many tokens as `on` computes (docs/external.md)"""
     updates_per_step: Count = Field(1, description="optimizer steps per step, each on a part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """expert choices that training repeats. recompute: choices of a forward pass with the step's starting weights (R2); rollout:

@@ -255,7 +255,7 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
 def _sequence(
     sample: Sample, advantage: float, agent: AgentConfig, agent_index: int, is_positive: bool
 ) -> TrainSequence:
-    """Return a sample in the form that packing takes. agent_index: index of the sample's agent in the team."""
+    """Return a sample in the form that packing takes. agent_index: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,

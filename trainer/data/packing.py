@@ -1,4 +1,4 @@
-"""Packing of credited samples into micro-batches: split over ranks, first-fit-decreasing into bins, concatenated.
+"""Packing of credited samples into micro-batches, first-fit-decreasing, and their split over ranks.
 
 The target shift is made once, by kernels.pack: position t predicts token t+1 of its own sequence, and `mask[t]` says
 whether that token was sampled by the policy (not prompt, not tool text, not padding). Everything downstream is elementwise
@@ -154,7 +154,10 @@ def padding(agent: int = 0) -> TrainSequence:
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """Return [trained_rows, positive_rows] of a batch. num_rows: their lengths; None: ask the device, which synchronises."""
+    """Return [trained_rows, positive_rows] of a batch.
+
+    num_rows: lengths of the two results; None: the host waits for the device to count.
+    """
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
     return [kernels.kept_rows(row_mask, num_kept=num) for row_mask, num in zip((mask, mask & of_positive), num_rows)]
 

@@ -55,7 +55,7 @@ class BatchShard:
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
     objectives: objective of each agent, in order; the samples of a micro-batch have the same one. (): all agents have the same.
     shared_prefixes: on: a micro-batch computes each prefix that its samples share only once (prefix_trees.py); auto: as on, but
-        only in updates whose samples have over WORTHWHILE times the tokens that are then computed; off: never.
+        only in updates whose samples have over WORTHWHILE times as many tokens as `on` computes; off: never.
     adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
         micro-batch has only one adapter.
     """

@@ -34,7 +34,10 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """Inputs that every evaluation answers. inputs: {agent: (episode id, ask) of each}. episodes: {id: episode of an input}."""
+    """Inputs that every evaluation answers.
+
+    inputs: {agent: (episode id, ask) of each input}. episodes: {id: episode that an input comes from}.
+    """
 
     inputs: dict[str, tuple[tuple[str, Ask], ...]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
@@ -63,7 +66,9 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Collect fixed inputs from the current team's episodes; fewer than configured if the team solved or failed too few.
+        """Collect fixed inputs from the current team's episodes.
+
+        Fewer than configured are collected if the team solves or fails too few problems.
 
         kept: as in `evaluate`.
         """
@@ -181,7 +186,10 @@ class Evaluator:
         return sum(key in kept.draws for key in keys), len(keys)
 
     def ended(self, versions: Mapping[str, int], kept: Kept) -> str:
-        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" if there is none."""
+        """Return the progress as text; "" if there is none.
+
+        Example: "120 of 120 episodes for fixed inputs, 12 of 64 draws".
+        """
         inputs, (num_kept, num_draws) = self._input_episodes(versions), self.num_kept(versions, kept)
         num_inputs = sum(key in kept.episodes for key in inputs)
         of_inputs = [f"{num_inputs} of {len(inputs)} episodes for fixed inputs"] if inputs else []

@@ -69,7 +69,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def _draws(num_problems: int) -> list[Array]:
-    """Yield weights [B, P] in blocks, RESAMPLES rows in total."""
+    """Return the bootstrap weights in blocks [B, P], RESAMPLES rows in total."""
     rows = max(1, min(RESAMPLES, _BLOCK // max(1, num_problems)))
     return [_block(num_problems, min(rows, RESAMPLES - first), first) for first in range(0, RESAMPLES, rows)]
 

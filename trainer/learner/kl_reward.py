@@ -45,7 +45,9 @@ class KlToGo:
         return self.sums.new_zeros(num_agents, 2).index_add(0, self.agent_of, self.sums)
 
     def centred(self, totals: Tensor) -> Tensor:
-        """Return values minus their mean over trained tokens of the agent's other samples (0 if there are none), [T] float32.
+        """Return values minus their mean over trained tokens of the agent's other samples, [T] float32.
+
+        The mean is 0 if the agent has no other sample.
 
         totals: [A, 2], sum over all batches of what the method `totals` returns.
         """

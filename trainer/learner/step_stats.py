@@ -42,8 +42,8 @@ class StepStats:
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.
-    num_tokens, num_shared: tokens that were computed, over all policies that share the micro-batches; and tokens of samples that
-        were not, because another sample begins with them (trainer.shared_prefixes).
+    num_tokens: computed tokens of all policies that share the micro-batches. num_shared: their samples' tokens that were not
+        computed, because another sample begins with them (trainer.shared_prefixes).
     replay: forced experts compared with the router's own choice; None if none were forced.
     load: load of experts by the router's own choice; None without experts.
     agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()

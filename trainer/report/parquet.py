@@ -62,7 +62,9 @@ def _columns(row: Any) -> dict[str, Any]:
 
 
 def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
-    """Read the rows that pass the filters (as in pyarrow.parquet.read_table); only columns that are fields of `kind` are read.
+    """Read the rows that pass the filters (as in pyarrow.parquet.read_table).
+
+    Only columns that are fields of `kind` are read.
 
     what: describes the file in errors.
 

@@ -190,8 +190,8 @@ class Evaluation(Schema):
     alone: the same for the first agent's own answers in these episodes (Orchestration.alone); null if that agent does not solve.
     system_at, alone_at: pass@k and majority@k of these answers, if problems have several draws.
     sets: evaluation of each set of data.eval, if that is a list; the other fields are for all sets together.
-    usage, tools, judge, latency: usage by agent, by tool name and of the model judge, and latency, in the same episodes. judge is
-        null without a model judge, latency if it was not measured.
+    usage, tools: usage by agent, and by tool name, in the same episodes.
+    judge: usage of the model judge there; null without one. latency: latency of these episodes; null if not measured.
     team: means of the orchestration's own metrics in the same episodes.
     league: games against past versions; null without a league, and for the first version.
     notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).

@@ -139,5 +139,5 @@ def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -
 
 
 def read_tokens(path: str | Path) -> list[TokenRecord]:
-    """Read a file of write_tokens. Raises as `read_rows`."""
+    """Read a file that write_tokens wrote. Raises as `read_rows` does."""
     return read_rows(Path(path), TokenRecord, "token log")

@@ -47,8 +47,8 @@ class TraceLog:
     zero: time.monotonic() at the beginning of the trace.
 
     The clock is time.monotonic(), which never jumps. `add_wall` adds spans timed by other processes (engines, perhaps on other
-    hosts); they are as precise as the hosts' wall clocks agree. If the file exists (a resumed run), its spans are kept and the
-    clock continues after them.
+    hosts); their error is the difference between the hosts' wall clocks. If the file exists (a resumed run), its spans are kept
+    and the clock continues after them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -67,7 +67,10 @@ class TraceLog:
             self._spans.append(span)
 
     def add_wall(self, span: Span) -> None:
-        """Record work done between two readings of time.time(). If the clock was set back meanwhile, the span gets length 0."""
+        """Record work done between two readings of time.time().
+
+        If the clock was set back in between, the span gets length 0.
+        """
         ahead = _wall_clock_ahead()
         self.add(span.lane, span.name, span.start_s - ahead, max(span.start_s, span.end_s) - ahead, span.arguments)
 

@@ -60,7 +60,10 @@ def barrier() -> None:
 
 @dataclass(slots=True)
 class _Meeting:
-    """Meeting point of the ranks. store: a separate connection, which waiting may block. number: number of meetings so far."""
+    """Meeting point of the ranks.
+
+    store: a separate connection, which a waiting rank blocks. number: number of meetings so far.
+    """
 
     store: dist.Store
     number: int = 0
@@ -130,7 +133,9 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """Return this rank's part of rank 0's bytes. Collective, without a barrier: call `barrier` before the first call.
+    """Return this rank's part of rank 0's bytes. Collective.
+
+    It contains no barrier: call `barrier` before the first of several calls.
 
     parts: on rank 0, the bytes for each data rank; None on other ranks.
     data_ranks: the data rank of each rank.

@@ -281,7 +281,7 @@ class RunDirectory:
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def best_evaluated(self, steps: Iterable[int]) -> int | None:
-        """Return the step with the best evaluation, the earliest if several tie; None if none of these steps was evaluated."""
+        """Return the step with the best evaluation, the earliest if several tie; None if none was evaluated."""
         means: dict[int, float] = {}
         for step in sorted(steps):
             file = self.evaluation(step) / "evaluation.json"

@@ -99,7 +99,10 @@ def settings_in(file: Path) -> RunConfig | None:
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """Return the settings with the seed, warm_start and task_options of the run's first start, which its warm start used."""
+    """Return the settings with the seed, warm_start and task_options of the run's first start.
+
+    The weights of its warm start depend on these.
+    """
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config

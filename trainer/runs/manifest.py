@@ -40,7 +40,10 @@ def file_sum(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
-    """Write the manifest of all files under `folder`. known: checksums from writing; other files are read now."""
+    """Write the manifest of all files under `folder`.
+
+    known: checksums computed while writing; other files are read now.
+    """
     sums = {name: known.get(name) or file_sum(folder / name) for name in _names(folder)}
     missing = sorted(known.keys() - sums.keys())
     if missing:

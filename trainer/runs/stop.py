@@ -19,7 +19,10 @@ _ends_now = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised on all ranks after a stop signal (Ctrl-C or SIGTERM), once the last finished step, if any, is in a checkpoint."""
+    """Raised on all ranks after a stop signal (Ctrl-C or SIGTERM).
+
+    The last finished step, if any, is then in a checkpoint.
+    """
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def supervised_learner(
 
 
 class DemonstrationTokens:
-    """Converter of prompts and completions to sequences to imitate, in one policy's tokens."""
+    """Encoder of prompts and completions as sequences to imitate, with one policy's tokenizer."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer

@@ -135,9 +135,9 @@ def _packed(sequences: Sequence[IntArray], align: int, agents: Sequence[int] | N
 class EngineComparison:
     """Comparison of trainer and engines, version after version.
 
-    The first comparison of a process follows a start from the same files or the same checkpoint, and allows a median difference
-    of 3 times the noise. The ratio in that comparison depends on kernels and hardware. Later comparisons allow twice that
-    ratio, but at least 2 and at most 3 times the noise.
+    The first comparison of a process allows a median difference of 3 times the noise. The ratio that it measures depends
+    only on kernels and hardware, because trainer and engines have started from the same files or checkpoint. Later comparisons
+    allow twice that ratio, but at least 2 and at most 3 times the noise.
     """
 
     def __init__(self, adapter: str = "") -> None:
@@ -311,7 +311,9 @@ class CheckedEngines:
 
     @staticmethod
     def compare(asked: Sequence[Compared]) -> list[ComparisonReport]:
-        """Compare log-probs of engines and trainer, for several adapters or for the model's weights, in one call to the engines.
+        """Compare log-probs of engines and trainer, for several adapters or for the model's weights.
+
+        The engines are called once.
 
         Raises RuntimeError if they differ by more than rounding.
         """

@@ -160,7 +160,7 @@ class Pair(nn.Module):
 
 @dataclass(eq=False)
 class Rows:
-    """Buffer of the matrices whose gradients are summed over one group: [N, P], a row for each adapter in `slots`.
+    """Buffer [N, P] of matrices whose gradients are summed over one group; one row per adapter in `slots`.
 
     places: {place: (offset in a row, shape)}. num_whole: number of leading elements of a row that every tensor-parallel rank
     holds.
@@ -257,7 +257,10 @@ class Bank:
             yield view[tuple(map(slice, weight.shape))]
 
     def weights(self, name: str, letter: str) -> Tensor:
-        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r]. name: first of the J."""
+        """Return all adapters' A [N, (E,) J, r, in] of J joined matrices, or B [N, (E,) out, r].
+
+        name: name of the matrix; of joined matrices, the first.
+        """
         rows = self.buffers[".experts." in name]
         return rows.at(rows.weights, (name, letter))
 
@@ -298,7 +301,10 @@ class ActiveAdapters:
 
 
 def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, counts: Tensor) -> Tensor:
-    """Multiply rows of x by the matrices in rows of the bank, or by the experts in one row. counts: rows of x per matrix."""
+    """Multiply rows of x by the matrices in rows of the bank, or by the experts in one row.
+
+    counts: number of rows of x for each matrix.
+    """
     matrices, gradient = bank.weights(name, letter)[row], None
     if torch.is_grad_enabled():
         matrices, gradient = matrices.detach().requires_grad_(), bank.gradient(name, letter)[row]
@@ -308,8 +314,8 @@ def _product(x: Tensor, bank: Bank, name: str, letter: str, row: slice | int, co
 class Adapter(MegatronModule):
     """This rank's part of an adapter. Construction is collective.
 
-    Parameters have the names of mapping.adapter_units. pairs: by name of the adapted matrix, "layer.matrix", with the
-    layer counted over all stages. converter: reads and writes the adapter.
+    Parameters have the names of mapping.adapter_units. pairs: {"layer.matrix": its A and B}, with layers counted over
+    all stages. converter: reads and writes the adapter.
     """
 
     def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:

@@ -91,7 +91,7 @@ class Segments(PackedSeqParams):
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
+    """Core attention of the layer spec: maps a packed batch's queries [T, 1, N, D] to [T, 1, N * D]."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None, **unused: Any

@@ -257,7 +257,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """Return the number of updates so far, from the parameter groups (distributed optimizer) or from common_step."""
+    """Return the numbers of updates so far: common_step, and `step` of each parameter group that has one."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 

@@ -49,7 +49,10 @@ class ContextCut:
         return out[:-1].cpu()
 
     def own(self, whole: Tensor) -> Tensor:
-        """Select this rank's values [T'], on the batch's device, from the whole batch's CPU values [T]; 0 for padding."""
+        """Select this rank's values [T'] from the whole batch's CPU values [T]; 0 for padding.
+
+        The result is on the batch's device.
+        """
         values = whole.to(self.batch.token_ids.device)
         if not len(self.rows):
             return values
@@ -111,7 +114,10 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
-    """Return the padding value: 1 for temperature (a divisor) and is_padding, no valid expert for routed_experts, else 0."""
+    """Return the padding value of a batch's tensor.
+
+    1 for temperature (a divisor) and is_padding, an index of no expert for routed_experts, 0 for others.
+    """
     if name == "routed_experts":
         return int(torch.iinfo(dtype).max)
     return int(name in ("temperature", "is_padding"))

@@ -206,14 +206,14 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return (gate [S], mastered tokens [T]): the sequences whose mastered tokens are masked, and these tokens.
+        """Return (gate [S], mastered tokens [T]): sequences whose mastered tokens are masked; the tokens.
 
         The gate is None with scope `off`, and may be None without positive samples. The tokens are None unless mpt.temperature=1:
         the loss then finds them itself, at the sampling temperature. Takes one pass over the hidden states before the loss.
 
         Scope `sample` reads only positive samples, if there are any. Other samples are never gated, so their entropy
-        stays 0. A sample's mean is over the context-parallel ranks that it is split over, all of which take part
-        in the sum. Scope `batch` reads all tokens of all ranks; the learner checks that a step has one micro-batch.
+        stays 0. A sample's entropy is summed over the context-parallel ranks that hold its parts. Scope `batch` reads all
+        tokens of all ranks; the learner checks that a step has one micro-batch.
         """
         if mpt.scope == "off":
             return None, None

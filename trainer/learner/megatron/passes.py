@@ -348,7 +348,7 @@ class Passes:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
 
     def _forward(self, batches: Sequence[PackedBatch], model_to_run: Model | None = None) -> list[Tensor]:
-        """Return the last stage's log-probs [T], nats, on every stage. model_to_run: default: the policy's model."""
+        """Return the last stage's log-probs [T], nats, on every stage. model_to_run: default: the policy's."""
         runner = model_to_run or self.trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:

@@ -1,4 +1,6 @@
-"""Shim that makes megatron-core run on CPU tensors and gloo, and hides the differences between versions 0.16.1 and 0.19.2.
+"""Shim that makes megatron-core run on CPU tensors and gloo.
+
+It also hides the differences between versions 0.16.1 and 0.19.2.
 
 Call `install()` before megatron is imported. With CUDA it leaves tensors and collectives alone. No file of megatron is edited;
 every entry states what breaks without it.
