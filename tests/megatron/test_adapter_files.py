@@ -334,7 +334,7 @@ def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path) -> 
         save_file({**tensors, "lm_head.weight": head}, file)
         for config in configs:
             with pytest.raises(
-                ValueError, match="tie_word_embeddings true, but lm_head.weight of its weights differs from model"
+                ValueError, match="tie_word_embeddings true, but lm_head.weight in its files differs from model"
             ):
                 preflight(config, world_size=1)
 

@@ -40,7 +40,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             metrics.log(13, {"actor/loss": 0.1, ...})
 
     resume_step: the last step in the checkpoint. Lines of later steps belong to lost work and are cut off (0 keeps the line of
-        step 0, -1 keeps no line). It must be given if the run already has a metrics.jsonl. TensorBoard's pages hide the same
+        step 0, -1 keeps no line). Required if the run already has a metrics.jsonl. TensorBoard's pages hide the same
         steps, but its event files keep them.
     """
 

@@ -86,7 +86,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
 
 
 def missing_or_cut(folder: Path) -> str | None:
-    """Return the first file under `folder` that is missing or has another size, or None. Reads only the manifest."""
+    """Describe the first file under `folder` that is missing or has another size; None: no such file."""
     try:
         sums = read_manifest(folder)
     except DamagedError as error:

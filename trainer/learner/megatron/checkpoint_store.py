@@ -52,7 +52,7 @@ COMMON = "common.json"
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """One rank's output: its file (None if it owns no shard) and the parts in it."""
+    """One rank's output: its file ("" if it owns no shard), size and checksum, and the parts in it."""
 
     file: str
     num_bytes: int

@@ -72,7 +72,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     starts = batch.cu_seqlens.long().cpu()
     lengths = starts.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
-    unit = size * align * (2 if align % 2 else 1)  # Keeps the last sequence a multiple of 2C.
+    unit = size * align * (2 if align % 2 else 1)  # Keeps the last sequence's length a multiple of 2C.
     padded[-1] += -int(padded.sum()) % unit
     chunks = padded // (2 * size)  # [S]
     bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)]) // size

@@ -46,7 +46,7 @@ class HfReader:
         if shape.is_tied and HEAD in self._files and not self._is_embedding(HEAD):
             # transformers, vLLM and our engine decode with the head; the trainer would use the embedding.
             raise ValueError(
-                f"model: {self._path}: config.json has tie_word_embeddings true, but {HEAD} of its weights differs from "
+                f"model: {self._path}: config.json has tie_word_embeddings true, but {HEAD} in its files differs from "
                 f"{EMBEDDING}; set tie_word_embeddings to false there, or delete {HEAD} if the embedding is its head"
             )
 

@@ -11,7 +11,8 @@ model does, so that gradients reach the router. This module uses megatron's hook
 without megatron's global list, which would mix the models of several policies. It detects by itself which call is an activation
 recomputation.
 
-Memory: the record of this rank's part of a micro-batch takes one byte per expert on the CPU (rollout/routed_experts.py).
+Memory: the record of this rank's part of a micro-batch takes one or two bytes per chosen expert on the CPU
+(rollout/routed_experts.py).
 """
 
 from __future__ import annotations
