@@ -156,7 +156,7 @@ class WeightSync(ABC):
 
         dtype: compute dtype of the engines.
         verify_every: number of versions from one comparison to the next.
-        turn: compared are the versions that equal `turn` modulo verify_every, and version 0.
+        turn: remainder, modulo verify_every, of the versions to compare. Version 0 is always compared.
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._verify_every, self._turn = engines, dtype, verify_every, turn

@@ -130,8 +130,8 @@ class _Replayer:
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # Numbers of micro-batches so far: with a first forward pass, with a first pass without gradients (in checkpointed
-        # layers), and with a recomputation.
+        # Numbers of passes so far: first forward passes, those of them without gradients (in checkpointed layers), and
+        # recomputations.
         self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool per micro-batch
         self.is_forced: list[Tensor] = []
