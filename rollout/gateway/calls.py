@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Beginning of a sample of a session. parent: uid of the sample that it follows, for display; "": none. Other fields as in
+    """How a sample of a session began. parent: uid of the sample that it follows, for display; "": none. Other fields: see
     Sample."""
 
     parent: str = ""

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 SERVED = {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "max_tokens"}
 SERVED |= {"max_completion_tokens", "stop", "logprobs", "chat_template_kwargs", "return_token_ids"}
 DRAWN = {"temperature", "top_p", "top_k", "seed"}
-"""Sampling fields, which the agent's settings and run.seed decide; differing requests are logged once."""
+"""Sampling fields, which are ignored: the agent's settings and run.seed decide. A differing value is logged once."""
 NO_MATTER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "cache_control", "cache_salt", "request_id", "priority", "session_id", "stream_interval",
@@ -45,7 +45,7 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
-    """Reject, by name, a field that requests something unsupported."""
+    """Raise Refused for the first field that requests something unsupported; the message names the field."""
     for name, value in body.items():
         kind, expected = _KINDS.get(name, (object, "")) if name in served else (object, "")
         if value is not None and not isinstance(value, kind):
@@ -92,7 +92,7 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
 def stops_of(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(each, str) and each for each in stops):
-        raise Refused(400, f"stop is {value!r}; expected a string, or up to 4 of them")
+        raise Refused(400, f"stop is {value!r}; expected a string, or a list of up to 4 strings")
     return tuple(stops)
 
 
@@ -161,7 +161,7 @@ def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[
         named = {"type": "function", "function": {"name": must_call}}
         if tools and choice == (named if must_call else "required"):
             return tools, True, must_call
-    said = f"use auto or none or, with tools, required or the name of one of them ({', '.join(names) or 'none given'})"
+    said = f"use auto or none; if the request has tools, also required or the name of a tool ({', '.join(names) or 'none given'})"
     raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is unsupported; {said}", "unsupported_parameter")
 
 
@@ -183,7 +183,7 @@ def chat_message(given: Any) -> ChatMessage:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content: parts on separate lines, "" for null."""
+    """Return the text of a message's content: parts on separate lines; "" for null."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]

@@ -27,8 +27,8 @@ class Ask:
     A raw prompt is token ids [N], or text in which control words are control tokens.
 
     options: chat template options that differ from the agent's. calls_tools: False if calls in the answer stay text.
-    must_call: the turn begins with a call of this function, or of any (""); None: the agent decides.
-    one_call: the turn ends after its first call. lineage, caller: names from headers (lineage.py); "": none.
+    must_call: name of the function that the turn must call first; "": any function; None: the agent decides.
+    one_call: True if the turn ends after its first call. lineage, caller: names from headers (lineage.py); "": none.
     """
 
     agent: str

@@ -28,7 +28,7 @@ def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask
         prompt = _token_ids("prompt", prompt, agent)
     if body.get("logprobs") not in (None, 0, 1):
         asked = json.dumps(body["logprobs"])[:200]
-        raise Refused(400, f"logprobs={asked} is unsupported; use 0 or 1, which return those of the sampled tokens")
+        raise Refused(400, f"logprobs={asked} is unsupported; use 0 or 1, for the log-probs of the sampled tokens")
     max_tokens = whole_number(body, "max_tokens")
     return Ask(agent.name, prompt=prompt, max_tokens=max_tokens, stop=stops_of(body.get("stop")), calls_tools=False)
 

@@ -1,10 +1,10 @@
-"""Link between the player, in its thread, and workers and programs, in the server's thread.
+"""Link between the player and the HTTP server that serves workers and programs; each has its own thread.
 
 player's thread                      server's thread
-submit(ToolCall "session")     ->    hand_out: a worker plays it
-take: calls, lost sessions     <-    of_key(...).ask; lose, if a worker is lost
-call.reply.set_result(Reply)   ->
-the output, a SessionEnd       <-    end; tick, if it takes too long
+submit(ToolCall "session")     ->    hand_out: a worker plays the session
+take: calls, lost sessions     <-    of_key(...).ask: a call; lose: the sessions of a lost worker
+call.reply.set_result(Reply)   ->    the program gets its answer
+the future of submit           <-    end: a SessionEnd; tick: an error, if the session takes too long
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _MOST_SHOWN = 2000  # characters kept of a program's error
 class Gateway:
     """Tool pool with a single tool, for the player. Each call of the tool is a session; see the module.
 
-    agents: agents by name; programs send the name as `model`. clock: time in seconds, for limits of sessions and workers'
-    silence. sums_turns: see Session.
+    agents: agents by name; programs send the name as `model`. clock: returns the time in seconds, for the limits of
+    sessions and of workers' silence. sums_turns: see Session.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Gateway:
         sums_turns: bool = False,
     ) -> None:
         self.config, self.agents, self._clock, self._sums_turns = config, agents, clock, sums_turns
-        self._news = threading.Condition()  # signals news for the player; its lock guards all that both threads use
+        self._news = threading.Condition()  # signals news for the player; its lock guards state of both threads
         # Queued sessions, by Session.trains.
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}
         self._calls: dict[str, list[Call]] = {}  # calls not taken yet, by session
@@ -64,20 +64,22 @@ class Gateway:
     # Called by the player.
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        """Queue a session; the future resolves to its end."""
+        """Queue a session; the returned future resolves to the session's output."""
         output: Future[ToolOutput] = Future()
         with self._news:
             self._wait_for_worker(call.episode_id, json.loads(call.arguments), output, attempt=0)
         return output
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is something to take, or a session has ended."""
+        """Wait until a call arrives, a session ends or is lost, the gateway fails, or the timeout is over."""
         with self._news:
             self._news.wait_for(lambda: self._has_news, timeout_s)
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> tuple[list[str], list[Call]]:
-        """Return (lost sessions, which restart; calls in order of arrival) of the given sessions since the last call.
+        """Return (ids of sessions that restart because their worker was lost, new calls) since the previous `take`.
+
+        sessions: ids of the sessions to look at. The calls of each session are in order of arrival.
 
         Raises RuntimeError: no more sessions can be played (`fail`).
         """
@@ -95,7 +97,7 @@ class Gateway:
         return self._playing.get(key)
 
     def expect(self, worker: str) -> None:
-        """Register a worker that is being started; it is lost if it does not ask for sessions."""
+        """Register a worker that is being started; it counts as lost if its first request takes too long."""
         self._workers[worker] = self._clock() + _START_S
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:

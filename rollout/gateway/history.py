@@ -1,4 +1,4 @@
-"""History of a session's chats: finds the sample that a call continues, and the tokens that they share.
+"""History of a session's chats: finds the sample that a call continues, and the tokens that the call reuses.
 
 Clients send the whole chat with every call and may rewrite earlier turns. Chats are therefore compared by what all clients
 preserve:
@@ -36,9 +36,10 @@ ChatMessage = Mapping[str, Any]
 class Strand:
     """Tokens of a sample, of which the first num_prompt are the prompt.
 
-    is_busy: True while a call extends the sample. call: number of the last call answered by the sample.
+    is_busy: True while a call extends the sample. call: number of the last answered call.
 
-    text: for a sample called by text, the text known to the client. stop: the stop string after it, which clients do not get.
+    text: prompts and answers as the client knows them, if it sends prompts as text; otherwise None. stop: stop string that ended
+    the last answer, which clients do not get.
     """
 
     token_ids: IntArray
@@ -101,7 +102,7 @@ class History:
     """Answered chats and prompts of a session; see the module."""
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # ends of answers, by digest of the chat
-    # Samples by agent; only those of clients that send tokens or text.
+    # Samples of clients that send prompts as tokens or text, by agent.
     _strands: dict[str, list[Strand]] = field(default_factory=dict)
     _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
 
@@ -158,12 +159,12 @@ class History:
         self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
 
     def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
-        """Return the sample that this prompt continues; for clients that send tokens or text."""
+        """Return the sample that this prompt of tokens or text continues; None: it begins a new sample."""
         strands = [each for each in self._strands.get(agent, ()) if not each.is_busy and _goes_on(each, prompt)]
         return max(strands, key=lambda each: (len(each.token_ids), each.call), default=None)
 
     def add(self, agent: str, strand: Strand) -> None:
-        """Record a sample called by tokens or text."""
+        """Record a sample of a client that sends prompts as tokens or text."""
         self._strands.setdefault(agent, []).append(strand)
 
 

@@ -3,15 +3,16 @@
 A call that does not continue a sample (history.py) begins a new sample, of one of four kinds:
 
     branch       its chat begins with an answered chat: it joins the lineage of that chat, and begins with the same tokens
-    rewritten    its chat shows more answers than the first chat of S did, where S is the sample with the longest common prefix:
-                 it joins the lineage of S
+    rewritten    S is the sample with the longest common prefix, and the prefix includes answers of S, or the new chat shows more
+                 answers than the first chat of S's lineage did: it joins that lineage
     successor    its chat quotes text that an earlier answer introduced, such as a summary, and the lineage of that answer makes
                  no more calls: it joins that lineage
-    root         anything else: it begins a new lineage. The caller is the lineage that waits meanwhile: its last answer was read
-                 before the root's first call, and its next call follows the root's last one. If several lineages fit, there is
-                 none
+    root         anything else: it begins a new lineage. Its caller is the lineage that waits meanwhile: the caller's last call
+                 was answered before the root's first call, and its next call follows the root's last one. If several lineages
+                 fit, the root has no caller
 
-Headers give lineages names and callers, which take precedence. They never decide which tokens a call continues.
+Headers can name a call's lineage and its caller; such names take precedence over these rules. Headers never decide which tokens
+a call continues.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 class Prefixes:
-    """Tokens of an agent's samples in a session, sorted, so that the longest common prefix is with a neighbour."""
+    """Tokens of an agent's samples in a session, sorted: the sample with the longest common prefix is a neighbour."""
 
     def __init__(self) -> None:
         self._sorted: list[Strand] = []
@@ -141,7 +142,7 @@ class _Begun:
 class Settled:
     """Lineages at the end of a session, when successors have joined the lineages that they follow.
 
-    origins, agents, lineages: values for each sample, by uid, in order of first calls. named: lineages by name.
+    origins, agents, lineages: origin, agent and lineage of each sample, by uid, in order of first calls. named: lineages by name.
     """
 
     origins: Mapping[str, Origin]
@@ -158,11 +159,15 @@ class Settled:
     ) -> dict[str, float]:
         """Return rewards by agent, and by uid for samples whose reward differs from that of their agent.
 
-        A sample gets the first of these rewards that is given: the mean reward of its answers, the reward of its lineage, the
-        mean reward of its lineage's answers, the reward of its agent, the reward of the sample that called it. For an agent that
-        is not a sub-agent, the reward of the agent precedes the mean of its lineage's answers. A caller that is another agent
-        counts only if headers name it. Otherwise a Verifier would get the Solver's reward exactly when the Verifier sends the
-        Solver back.
+        A sample gets the first of these rewards that is given:
+
+            1. the mean reward of its answers
+            2. the reward of its lineage
+            3. the reward of its agent, or else the mean reward of its lineage's answers; for a sub-agent, this mean comes first
+            4. the reward of the sample that called it
+
+        A caller that is another agent counts only if headers name it. Otherwise a Verifier would get the Solver's reward exactly
+        when the Verifier sends the Solver back.
 
         by_lineage: rewards given to each name of a lineage, which are averaged. answers: (uid of the sample, reward) of each
         rewarded answer. by_turn: agents whose single turns are rewarded; their samples get 0 if no other reward applies. Means
@@ -223,7 +228,7 @@ class Lineages:
         return lambda strand: self._begun[strand].lineage.name == ask.lineage
 
     def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None = None, why: str = "") -> int | None:
-        """Record a new sample; return the number of the call whose answer its chat holds, if it may be a successor.
+        """Record a new sample; return the number of the call whose answer its chat quotes, if it may be a successor.
 
         number: the call's number. behind: the sample that the new sample branches off. why: reason why it does not continue that
         sample, if known.
@@ -236,7 +241,7 @@ class Lineages:
             earlier, num_tokens = shares
             if num_shown > self._begun[earlier].lineage.num_shown or num_tokens > earlier.num_prompt:
                 behind = earlier
-                why = "" if ask.messages else f"the prompt changes behind token {num_tokens}"
+                why = "" if ask.messages else f"the prompt changes after token {num_tokens}"
         if behind is not None and not why:
             why = first_change(self._begun[behind].lineage.chat, ask.messages) or OTHER
         lineage = self._named.get(ask.lineage)

@@ -2,11 +2,12 @@
 
     GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
-    POST /v1/chat/completions      a session's key   and others: see APIS
+    POST /v1/chat/completions      a session's key   other paths: see APIS
     POST /s/KEY/v1/...             the same, for programs that take a URL and no key; other keys are ignored
 
-An answer takes as long as the engines need, including the time of weight updates. Blanks, or comments in a stream, precede a late
-answer so that the client does not time out. A call without an answer fails or is cut off, and clients retry it.
+An answer takes as long as the engines need, including the time of weight updates. To keep the client from timing out, the
+server sends blanks, or comments in a stream, before a late answer. A call without an answer fails or is cut off, and clients
+retry it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # time for pending requests at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse them, and a closed one costs a retry
-_BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and a rejected connection waits a second
+_BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and a rejected client waits a second
 _ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _OF_SESSION = "/s/{key}"
 _KEY_IN_PATH = re.compile(r"^/s/[^/]*")
@@ -162,7 +163,7 @@ async def _call(request: web.Request) -> web.StreamResponse:
 async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
     """Send the answer, after keep-alive blanks if it is late, and record it as read.
 
-    Cuts the connection off if there is no answer.
+    If the call fails after such blanks, abort the connection, because the HTTP status is already sent.
     """
     api = APIS[path := _path_of(request)]
     lineage, caller = names_of(request.headers)

@@ -37,7 +37,7 @@ class CallLost(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A call of the program. listens: True while a client waits for the answer.
+    """A call of the program. listens: returns True while the client waits for the answer.
 
     is_read: the program received the answer. is_used: a later call continues the answer, or the program rewards it by id.
     is_asked_again: the program sent the same body again after receiving the answer.
@@ -64,7 +64,7 @@ class Session:
     """One session of a program; see the module.
 
     id: id of the episode. key: authenticates requests. problem: the problem as sent to the worker. worker: worker that plays the
-    session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: time in seconds.
+    session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: returns seconds.
     masks_superseded: discarded answers are not trained (external.superseded). sums_turns: rewards given by answer id are rewards
     of turns (credit.turns=returns); otherwise a sample's reward is the mean over its answers.
     """
@@ -83,7 +83,7 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
     began_s: float = 0.0  # time of `start`
-    own_s: float = 0.0  # time without open calls so far
+    own_s: float = 0.0  # seconds without open calls, up to _idle_since
     _idle_since: float = 0.0
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
@@ -119,9 +119,12 @@ class Session:
     ) -> asyncio.Task[Answer]:
         """Begin a call, and return the task of its answer.
 
-        body: digest of the request, by which equal requests are recognised. is_retry: the client marks the request as a retry; it
-        gets the first call's answer, unless that was lost. Without the mark, an equal request is a branch while an earlier one is
-        pending, and a repeated request afterwards. listens: returns True while the client waits.
+        body: digest of the request, by which equal requests are recognised. is_retry: True if the client marked the request as a
+        retry; it then gets the answer of the call that it repeats, unless that call failed. listens: returns True while the
+        client waits.
+
+        An equal request without this mark begins a new call: a branch if a client still waits for an earlier one, and otherwise a
+        repetition (external.superseded).
 
         Raises Refused: the prompt is too long, or the session has used up its calls or has ended.
         """
@@ -198,7 +201,7 @@ class Session:
     def _rewards(
         self, given: Mapping[str, Any], settled: Settled
     ) -> tuple[dict[str, float], dict[Lineage, list[float]], list[tuple[int, float]]]:
-        """Return the rewards that the report gives: by agent, by name of a lineage, and by number of the answered call."""
+        """Return the rewards in `given`, a part of the report: by agent, by lineage, and by number of the answered call."""
         by_agent: dict[str, float] = {}
         by_lineage: dict[Lineage, list[float]] = {}
         by_call: list[tuple[int, float]] = []
@@ -244,7 +247,7 @@ class Session:
         return list(dict.fromkeys(reversed(uids)))[::-1]
 
     async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
-        """Send the call and return its answer."""
+        """Send the call; return the coroutine that waits for its answer."""
         self.lineages.check(ask)
         if ask.prompt is None:
             ask, strand, call = await self._by_chat(agent, ask)
@@ -320,8 +323,8 @@ class Session:
         if num_tokens >= agent.max_response_tokens:
             raise Refused(
                 400,
-                f"the sample would have {num_tokens} tokens with the new ones; expected fewer than {agent.max_response_tokens} "
-                f"(agents.{agent.name}.max_response_tokens, rollout.max_response_tokens)",
+                f"the sample would have {num_tokens} tokens after its first prompt; expected fewer than "
+                f"{agent.max_response_tokens} (agents.{agent.name}.max_response_tokens, rollout.max_response_tokens)",
                 "context_length_exceeded",
             )
         strand.is_busy = True
@@ -390,7 +393,7 @@ class Session:
 async def _rendered(
     agent: Agent, render: Callable[Given, Rendered], *given: Given.args, **named: Given.kwargs
 ) -> Rendered:
-    """Render a program's messages in a thread: only this session's next calls wait for it.
+    """Render a program's messages in a thread, so that only later calls of this session wait.
 
     Raises Refused: the chat template rejects the roles or their order.
     """
@@ -402,7 +405,7 @@ async def _rendered(
 
 
 def _opening(agent: Agent, ask: Ask) -> str:
-    """Return the text with which the agent's turn must begin, because the program requires a call; it is not trained."""
+    """Return the untrained text with which the turn begins if the program requires a tool call; otherwise ""."""
     return "" if ask.must_call is None or agent.reader is None else agent.reader.opening(ask.must_call)
 
 

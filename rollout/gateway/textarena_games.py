@@ -1,4 +1,4 @@
-"""Games of textarena as environments (PyPI: textarena; marsrl's extra of the same name): docs/external.md.
+"""Games of textarena as environments; needs marsrl's extra `textarena`. See docs/external.md.
 
 class TicTacToe(Game):
     game = "TicTacToe-v0"

@@ -25,8 +25,9 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-_LAST_WORD = re.compile(r"[^\s\w{}\[\]\"',;][^\s{}\[\]\"',;]*$")  # </tool_call>; no match after JSON alone
-_BEHIND_NAME = re.compile(r"[^\w\s]*")
+# End marker of a call, such as </tool_call>; no match if the call is bare JSON.
+_LAST_WORD = re.compile(r"[^\s\w{}\[\]\"',;][^\s{}\[\]\"',;]*$")
+_BEHIND_NAME = re.compile(r"[^\w\s]*")  # punctuation after a function's name
 
 
 def agents_of(

@@ -6,8 +6,8 @@
 
 A function is called with the problem and a client, once per session; sessions run concurrently, each in a thread, or
 as a task if the function is async. A command is started once per session, with the problem as JSON on its standard input, and
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MARSRL_KEYED_URL in its environment. If the last line
-that it prints is JSON, that counts as a function's return value:
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and MARSRL_KEYED_URL in its environment. If the last
+line that the command prints is JSON, it is used like a function's return value:
 
     None             the task judges the session's last answer
     "a text"         the task judges this answer
@@ -48,7 +48,7 @@ _MOST_SHOWN = 4000  # characters kept of an error
 class Client:
     """A session, as the user's function sees it.
 
-    base_url, api_key: for any OpenAI or Anthropic client. keyed_url: in place of both, for a client that takes no key.
+    base_url, api_key: for any OpenAI or Anthropic client. keyed_url: URL that contains the key, for a client that takes no key.
     agents: names to send as the model.
     """
 
@@ -137,7 +137,7 @@ class Worker:
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
         self._lock = threading.Lock()  # guards _open
-        # Functions that end running sessions, by key. A key may occur twice.
+        # Functions that end running sessions, by key.
         self._open: dict[str, Callable[[], Any]] = {}
         self._loop = asyncio.new_event_loop()  # event loop for async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
@@ -163,7 +163,7 @@ class Worker:
             end()
 
     def _ends_by(self, key: str, end: Callable[[], Any]) -> None:
-        """Record how to end a running session; end it at once if it is over."""
+        """Register `end`, which ends a running session; call it at once if the session is already over."""
         with self._lock:
             is_over = key not in self._open
             if not is_over:
@@ -225,7 +225,7 @@ def function_of(name: str) -> Callable[..., Any]:
 def environment_of(name: str) -> Callable[..., Any]:
     """Return a player of sessions in an environment, FILE.py:CLASS, with one object per session.
 
-        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs;
+        reset(problem) -> messages     to the only agent; or {agent: messages}: the first agent acts, all get their messages;
                                        problem.agents: the agents' names
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
                    -> messages, -0.1   the same, and a reward for the turn that wrote the text, added to its agent's reward
@@ -307,7 +307,7 @@ def _attribute(name: str) -> Callable[..., Any]:
 
 
 class Groups:
-    """Process groups that end with this process, however it ends: a guard process kills registered ones."""
+    """Process groups that a guard process kills once this process has ended for any reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -385,7 +385,7 @@ def main() -> int:
         guard()
         return 0
     parent = os.getppid()
-    # Modules in this file's folder would shadow packages of the same name (openai-agents: agents).
+    # Modules in this file's folder would shadow packages of the same name, such as `agents` of openai-agents.
     own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != own]
     try:

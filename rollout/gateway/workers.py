@@ -97,7 +97,7 @@ class Workers:
 
 
 def workers_key(config: ExternalConfig) -> str | None:
-    """Return the key for workers from other hosts; None: no worker may join from there. ValueError if its variable is unset."""
+    """Return the key for workers on other hosts; None without external.key_env. Raises ValueError: the variable is not set."""
     return None if config.key_env is None else read_key(config.key_env, "external.key_env")
 
 

@@ -257,7 +257,7 @@ def test_limits_reject_prompts_and_busy_samples_are_not_extended(model: Path) ->
         for prompt, said in (
             ([], "the prompt has 0 tokens; expected at least 1 and at most agents.solver.max_input_tokens = 4"),
             ([6, 6, 7, 8, 9], "the prompt has 5 tokens; expected .* at most agents.solver.max_input_tokens = 4"),
-            ([5, 6, 9, 5, 6, 7, 8], "the sample would have 5 tokens with the new ones; expected fewer than 5"),
+            ([5, 6, 9, 5, 6, 7, 8], "the sample would have 5 tokens after its first prompt; expected fewer than 5"),
         ):
             with pytest.raises(Refused, match=said) as refused:
                 await direct.ask(of_tokens(*prompt))
