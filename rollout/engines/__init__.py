@@ -1,1 +1,1 @@
-"""Engines that decode tokens: vLLM (through Ray or in this process), a local forward pass, or a script for tests."""
+"""Engines that decode tokens: vLLM, the built-in local engine, a server with OpenAI's API, or a script for tests."""

@@ -13,7 +13,7 @@ _KEY = "rollout.vllm.draft_model"
 
 @dataclass(frozen=True)
 class DraftSize:
-    """Memory of a draft. num_bytes: its weight files. kv_numbers: keys and values per token, over all its layers."""
+    """Memory of a draft. num_bytes: size of its weight files. kv_numbers: elements of K and V per token, over all layers."""
 
     num_bytes: int
     kv_numbers: int

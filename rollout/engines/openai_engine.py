@@ -117,7 +117,7 @@ class OpenAIEngine(Engine):
         )
 
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
-        """Retry in a thread until there is a response or a permanent error."""
+        """Send the request, in a worker thread, until there is a response or a permanent error."""
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         start = time.monotonic()
@@ -231,7 +231,7 @@ class _ChatChoice(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content, without the thought, which the server returns separately."""
+        """The content, after the thought in <think> tags if the server returned one separately."""
         content, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
         if not thought:
             return content

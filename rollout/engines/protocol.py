@@ -7,7 +7,7 @@ version. It decodes, scores given tokens, and loads new weights:
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  of finished requests, in any order
     engine.abort()                                                             unfinished requests return their tokens so far
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
-    engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
+    engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while other adapters decode
     engine.update_adapters([AdapterUpdate, ...])       -> [WeightReceipt]      several adapters in one call
 """
 
@@ -111,8 +111,8 @@ class DecodeResult:
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
     num_accepted: number of new tokens that a draft proposed (rollout.vllm.draft_tokens); None: the engine has no drafts.
-    routed_experts: experts of the request's and the new tokens from experts_from on, except the last token, on which no log-prob
-    depends; None if not requested, or nothing was decoded.
+    routed_experts: [tokens, layers, top_k] indices of the experts of the request's and the new tokens, from experts_from on. The
+    last token is left out, because no log-prob depends on it. None if not requested, or nothing was decoded.
     kept_tokens: tokens kept by top_k and top_p at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); for a server, its response time.
     usage: (prompt tokens, new tokens) as counted by a server with another tokenizer; None: as counted here.
@@ -145,9 +145,9 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records besides log-probs that requests may ask for, fixed when the engine starts.
+    """Data besides log-probs that requests may ask for; fixed when the engine starts.
 
-    kept_tokens: some requests set Sampling.records_kept. experts: some set DecodeRequest.experts_from.
+    kept_tokens: True if requests may set Sampling.records_kept. experts: True if they may set DecodeRequest.experts_from.
     """
 
     kept_tokens: bool = False
@@ -179,7 +179,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Class and version of the serving library, for summary.json and `doctor`.
+    """Description of a running engine, for summary.json and `doctor`.
 
     settings: {setting of ModelShape.settings(): distinct values that the layers compute with}, as far as the engine knows.
     sampler: description of the sampler. shards: each worker's part of the model. adapters: names of the served adapters.
@@ -307,7 +307,7 @@ class Engine(ABC):
         self._aborts.append(adapter)
 
     def num_decoded(self) -> int:
-        """Return tokens decoded since the engine started (for progress bars)."""
+        """Return the number of tokens decoded since the engine started (for progress bars)."""
         return self._num_decoded
 
     def score(
@@ -352,7 +352,7 @@ class Engine(ABC):
         """
 
     def wake(self, part: MemoryPart) -> None:  # noqa: B027
-        """Restore memory, one part after the other: weights (unchanged, if kept), then the cache; a no-op when awake."""
+        """Restore a part of the memory: first the weights (unchanged if kept), then the KV cache. A no-op when awake."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""Settings that engines reject, each with the nearest one that works; used by engines, dry run and planner.
+"""Settings that engines reject, each with the nearest supported value; used by engines, dry run and planner.
 
-Imports no vLLM and no Ray; torch only to count this host's GPUs.
+Imports no vLLM and no Ray, and torch only to query this host's hardware.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrainerHost:
 
     num_gpus: number of GPUs; 0 if engines run on CPUs. num_ranks: number of trainer ranks on this host, which use its first GPUs;
     0 without training.
-    has_others: engines can run on other hosts. rank_hosts: all hosts with ranks, including this one; (): not known yet.
+    has_others: True if engines can run on other hosts. rank_hosts: all hosts with ranks, including this one; (): not known yet.
     """
 
     num_gpus: int
@@ -46,8 +46,8 @@ class TrainerHost:
     def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
         """Return indices of the GPUs that a Ray cluster started here may give to engines. rollouts: one per policy.
 
-        These are the GPUs without a trainer rank, or all of the trainer's with placement colocated. If they are too few,
-        engines with a KV cache of fixed size also use the others.
+        With placement colocated these are the GPUs of the trainer's ranks, otherwise the GPUs without a rank. If too few GPUs are
+        without a rank, engines whose KV cache has a fixed size also use the GPUs of ranks.
         """
         ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
         if rollouts[0].placement == "colocated":
@@ -68,7 +68,7 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
 
 def names_other_hosts(ray_address: str | None) -> bool:
-    """Return True if the address allows engines on other hosts; a cluster started on this host may have some too."""
+    """Return True if the address allows engines on other hosts; a cluster started on this host may have such hosts too."""
     return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 
@@ -119,7 +119,7 @@ def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
         if vllm.quantization and shape.num_experts and shape.hidden_size % FP8_BLOCK:
             return (
                 f"rollout.vllm.quantization is {vllm.quantization}, for which vLLM's experts need a hidden size in multiples "
-                f"of {FP8_BLOCK}, but it is {shape.hidden_size}; set it to null"
+                f"of {FP8_BLOCK}, but the model's is {shape.hidden_size}; set rollout.vllm.quantization to null"
             )
         return None
     fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)

@@ -19,13 +19,14 @@ from marsrl.rollout.types import Finish, IntArray
 
 
 class Texts:
-    """Decoder of token ids to text. decode: the decoding function; None: load the tokenizer of model_dir at the first use."""
+    """Decoder of token ids to text. decode: function from ids to text."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
 
     @classmethod
     def of_model(cls, model_dir: str | Path) -> Texts:
+        """Create a decoder that loads the model's tokenizer at the first use."""
         renderer = functools.cache(lambda: ChatRenderer(model_dir))
         return cls(lambda ids: renderer().decode(ids))
 
@@ -42,8 +43,8 @@ class Texts:
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
         """Return True if the last token completes one of the stop strings.
 
-        known: the tokens that the request began with. Only the last few tokens are searched, because a token has at least one
-        byte.
+        known: tokens of the request, before the drawn ones. Only the last n tokens are searched, where n is the length of the
+        longest stop string in bytes, because a token has at least one byte.
         """
         if not stop or not drawn:
             return False

@@ -32,7 +32,7 @@ class TimeShares:
         self._fill()
 
     def step(self, seconds: float) -> None:
-        """Account for a step of the engine."""
+        """Split the seconds of an engine step evenly among the running requests."""
         if self._since:
             self._each_s += seconds / len(self._since)
 

@@ -199,7 +199,7 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
          "does not divide the model's MLP width of 784; set rollout.vllm.tensor_parallel=16"),
         ("Qwen3-30B-A3B", {"ffn_size": 784}, {"tensor_parallel": 32, "expert_parallel": True}, None),
         ("Qwen3-30B-A3B", {"hidden_size": 2112}, {"quantization": "fp8", "tensor_parallel": 4},
-         "in multiples of 128, but it is 2112; set it to null"),
+         "in multiples of 128, but the model's is 2112; set rollout.vllm.quantization to null"),
         ("Qwen3-30B-A3B", {}, {"quantization": "fp8", "tensor_parallel": 4}, None),
         # The limit holds only for experts, which a dense model lacks.
         ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),

@@ -125,7 +125,7 @@ class LocalEngine(Engine):
             for sequence, rows in zip(part, hidden.split([*map(len, part)]), strict=True):
                 ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
                 logits = self._model.logits(rows[:-1]).div(temperature or 1.0)
-                # Not log_softmax: in float32 on a CPU its error is 1e-5 nats with 50,000 tokens.
+                # Not log_softmax: in float32 on a CPU its error is 1e-5 nats with a vocabulary of 50,000 tokens.
                 logprobs = logits.gather(-1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
                 scores.append(logprobs.cpu().numpy())
         return scores

@@ -86,8 +86,7 @@ class LocalModel:
         return _add_pairs(self._linear(y, f"{at}.mlp.down_proj"), y, [f"{at}.mlp.down_proj"], adapted)
 
     def _experts(self, x: Tensor, at: str, record: Tensor | None, adapted: Adapted) -> Tensor:
-        """Send every token through its top experts: sort tokens by expert, run one GEMM per expert, add the results in
-        place."""
+        """Send each token through its top experts: sort by expert, run a GEMM per expert, sum by router weight."""
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
         weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
@@ -134,12 +133,12 @@ def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
 
 
 def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
-    """Frequencies of rotary position embeddings (arXiv:2104.09864), [D/2] float32, radians per position: theta^(-2i/D) for each
-    i.
+    """Return frequencies of rotary embeddings (arXiv:2104.09864), [D/2] float32, radians per position.
 
-    Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: frequencies with w below o /
-    high_freq_factor stay, those with w above o / low_freq_factor are divided by `factor`, and in between they are
-    interpolated linearly in o / w. Bitwise equal to transformers' modeling_rope_utils._compute_llama3_parameters.
+    Frequency i is theta^(-2i/D). Rope type llama3 scales it by its wavelength w = 2 pi / frequency, with o = original_positions:
+    frequencies with w below o / high_freq_factor stay, those with w above o / low_freq_factor are divided by `factor`, and in
+    between they are interpolated linearly in o / w. Bitwise equal to transformers'
+    modeling_rope_utils._compute_llama3_parameters.
     """
     half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
     plain = 1.0 / shape.rope_theta**half

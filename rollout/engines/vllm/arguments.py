@@ -21,7 +21,7 @@ from marsrl.rollout.engines.protocol import EngineSpec, Records
 from marsrl.rollout.engines.vllm.requests import SEATS
 from marsrl.rollout.model_shape import ModelShape, read_shape
 
-_BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
+_BLOCK_CPU = 32  # tokens of a KV block: CPU kernels need a multiple of 32; larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # slot ranks for which vLLM 0.32 has kernels
 _MODULES: dict[Target, tuple[str, ...]] = {

@@ -82,7 +82,7 @@ class VllmEngine(Engine):
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        # Adapters as last loaded. An adapter not loaded yet is absent, and its requests use the base weights.
+        # Adapters as last loaded. An adapter not loaded yet is absent: it is scored with the base weights.
         self._adapters: dict[str, LoRARequest] = {}
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
@@ -155,8 +155,8 @@ class VllmEngine(Engine):
 
         adapter: as Engine.score.
 
-        A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded
-        token. This exposes cached blocks of older weights that survived an update.
+        Without a temperature, all tokens but the last are scored by a fresh prefill, and the last one through the prefix cache,
+        like a decoded token. This exposes cached blocks of older weights that survived an update.
 
         Raises RuntimeError: right after an update, vLLM's cache still has a prefix computed with older weights; or running
         requests would be affected by a teacher's temperature.

@@ -110,7 +110,7 @@ def why_not_drawn(request: DecodeRequest, records: Records) -> str:
 
 
 def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> dict[str, Any]:
-    """Return arguments of SamplingParams."""
+    """Return the arguments of SamplingParams with which vLLM's own sampler draws and records."""
     sampling = request.sampling
     top_k = sampling.top_k
     if records.kept_tokens and top_k <= 0:
@@ -129,15 +129,14 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
 
 
 def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
-    """Return token ids kept by top_k and top_p at each position; None if the engine does not record them."""
+    """Return token ids kept by top_k and top_p at each position (empty: all ids); None if the engine records none."""
     masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
     places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
     return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
 def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
-    """Return experts [num_tokens, layers, top_k] from the request's experts_from on, without the last token; None: none
-    decoded."""
+    """Return experts [num_tokens, layers, top_k] of the tokens from experts_from on; None if no token was decoded."""
     experts = [output.routed_experts for output in told if output.routed_experts is not None]
     return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None
 

@@ -121,9 +121,9 @@ class WorkerExtension:
         return why_not_written(model)
 
     def marsrl_keep_draft(self) -> None:
-        """Copy the draft's weights to host memory, because vLLM's level 2 drops them and no update brings them back.
+        """Copy the draft's weights to host memory, because sleep level 2 drops them and no update restores them.
 
-        A draft without its own embedding or head uses the policy's, which updates bring.
+        A draft without its own embedding or head uses the policy's, which updates restore.
         """
         shared = {id(parameter) for parameter in self.model_runner.get_model().parameters()}
         own = [each for each in self.model_runner.get_draft_model().parameters() if id(each) not in shared]
@@ -243,7 +243,7 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
         if held.device.type != "cpu":
             return checksum(held)
         same = held.shape == received.shape and torch.equal(_packed(module, received), held)
-        # Inverted: wrongly unpacked experts would have the expected checksum.
+        # Inverted, because experts that were wrongly left unpacked have the expected checksum.
         return checksum(received) if same else ~checksum(held)
     if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
         identity = torch.eye(received.shape[1], dtype=received.dtype)

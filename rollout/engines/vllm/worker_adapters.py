@@ -18,7 +18,7 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
     """Return {tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
 
     manager: a worker's LoRAModelManager.
-    path: the adapter's file, which gives the ranks.
+    path: the adapter's PEFT directory, from which its ranks are read.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
     slot, checksums = manager.lora_index_to_id.index(number), dict[str, int]()

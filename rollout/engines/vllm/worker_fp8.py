@@ -75,7 +75,7 @@ class Fp8Weight:
             raise ValueError(f"weight sync: {name} has shape {held} in FP8 in the engine; expected {expected}")
         self._held = [tensor.view(-1, *tensor.shape[-2:]) for tensor in found]  # [matrices, rows, columns]
         self._dtype, self._sent = torch.bfloat16, 0  # _sent: sum of block_sum over all weights sent
-        self._written: dict[int, tuple[int, list[int]]] = {}  # first matrix: end, checksums of its numbers and scales
+        self._written: dict[int, tuple[int, list[int]]] = {}  # by first matrix: (end, checksums of numbers and scales)
 
     def write(self, first: int, weight: Tensor) -> None:
         """Round whole matrices [matrices, rows, columns] of the weight, and write them from matrix `first` on."""
@@ -98,7 +98,7 @@ class Fp8Weight:
 
 
 def why_not_written(model: nn.Module) -> str:
-    """Explain why new FP8 weights cannot be written to a layer in place, with its kernel's name; "" if they can.
+    """Explain which layer kernel makes it impossible to write new FP8 weights in place; return "" if none does.
 
     A kernel that packs, transposes or shuffles its weight needs vLLM's loader.
     """
