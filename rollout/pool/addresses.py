@@ -41,7 +41,7 @@ def own_address(host: str | None = None) -> str:
         if (address := address_here(host)) is None:
             raise RuntimeError(
                 f"sync.host is {host}, which is not an address of this host ({', '.join(others) or 'loopback only'}); "
-                "expected one of trainer rank 0's host: correct it, or omit it"
+                "expected an address of trainer rank 0's host; correct it, or omit it"
             )
         return address
     for address in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):

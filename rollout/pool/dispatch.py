@@ -1,4 +1,4 @@
-"""Assignment of requests to replicas: prefer the replica with the cached prefix, send long ones first, leave none idle.
+"""Assignment of requests to replicas: prefer the replica with the cached prefix, send long requests first, keep replicas busy.
 
     dispatch.add(requests)          queues each request at one replica:
                                         a returning sample: at its last replica, unless another queue is shorter

@@ -94,7 +94,7 @@ class EngineThread:
         """Stop requests that use the adapter (None: all); their partial results are due at once."""
         with self._changed:
             self._engine.abort(adapter)
-            self._decode_on()  # an engine ignores an abort if nothing is under way
+            self._decode_on()  # even if nothing is under way, so that the engine handles the abort now
 
     def _decode_on(self) -> None:
         if not self._is_decoding:

@@ -66,13 +66,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     continue until one has.
 
     slots: maximum number of requests that a replica holds at a time; None: no limit.
-    deadline_s: a replica that holds a request for longer, by `clock` (seconds), counts as lost.
+    deadline_s: time limit of a request, by `clock` (seconds); a replica that holds one for longer counts as lost.
     attempts, most_restarts: rollout.max_request_attempts and rollout.max_engine_restarts.
-    sleeps: replicas share the trainer's GPUs (rollout.placement=colocated): `sleep` frees their memory, and the
+    sleeps: True if replicas share the trainer's GPUs (rollout.placement=colocated). `sleep` then frees their memory, and the
         next call of any other method wakes them.
     host: address at which replicas reach this process.
     on_call: optional callback for every call that a replica has served (for trace.json).
-    engines: numbers of the serving replicas. generation: changes whenever the serving processes change.
+    engines: numbers of the serving replicas. generation: counter that grows whenever the serving processes change.
     busy_s: total seconds that replicas worked on finished requests.
     """
 
@@ -128,7 +128,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     @property
     def has_room(self) -> bool:
-        """True if one more request would be sent at once; False if slots are unlimited, which makes it unknown."""
+        """True if one more request would be sent at once. False if slots are unlimited, since room is then unknown."""
         return self.num_slots is not None and self.num_under_way < self.num_slots
 
     @property
@@ -142,7 +142,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
-        """Stop one replica and free its resources. Nothing may be under way, and another replica must serve."""
+        """Stop one replica and free its resources. Nothing may be under way, and another replica must remain."""
         assert self.num_under_way == 0 and self.num_engines > 1, (self.num_under_way, self.num_engines)
         replica = self.engines[-1]
         self._replicas.stop(replica)
@@ -176,7 +176,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._recovery.feed = feed
 
     def give_weights(self) -> None:
-        """Send the current weights to replicas that were replaced while no feed was set. May run beside `collect`."""
+        """Send the current weights to replicas that were replaced while no feed was set. May run concurrently with `collect`."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
@@ -196,7 +196,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Replace replicas lost during a broadcast of weights, which the caller then repeats to all. lost: reasons."""
+        """Replace replicas lost during a broadcast of weights, which the caller then repeats to all. lost: reason by replica."""
         for replica, reason in lost.items():
             self._restart(replica, reason)
 
@@ -217,7 +217,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._call("info")
 
     def num_decoded(self, within_s: float = 1.0) -> list[int]:
-        """Return tokens decoded since the start, by replica number; the last known count if one does not answer within_s."""
+        """Return the number of tokens decoded since the start, by replica; the last known one without an answer within_s."""
         return self._replicas.num_decoded(within_s)
 
     @property
@@ -380,7 +380,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        """Call the serving replicas and return their answers; replace lost ones and repeat the call and their requests."""
+        """Call the serving replicas and return their answers; replace lost replicas, and repeat their call and requests."""
         engines, values = self.engines, []
         answers = self._ask(method, dict.fromkeys(engines, arguments))
         for replica in engines:
@@ -449,7 +449,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._faults.failed += 1
             del self._losses[uid]
             _log.warning("policy %s: request %s is abandoned and its sample has no reward: %s", self.name, uid, reason)
-            why = f"abandoned: engines were lost with it rollout.max_request_attempts times, last when it ran alone: {reason}"
+            why = f"abandoned: its engine was lost rollout.max_request_attempts times, the last time while it ran alone: {reason}"
             self._over.append(DecodeResult.without_tokens(uid, Finish.ERROR, self._version, why))
             return is_back
         self._faults.resubmitted += len(requests)

@@ -68,7 +68,7 @@ class EngineActor:
             self._thread.fail(error)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
-        """Collect as EngineThread.collect does, but return only with results: empty answers cost rank 0 as much as others."""
+        """Collect as EngineThread.collect does, but return only with results: empty answers also cost time on rank 0."""
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
         while not gathered.value:
             gathered = replace(self._thread.collect(timeout_s, is_urgent=is_urgent), start=gathered.start)
@@ -83,11 +83,11 @@ class RayReplicas(Replicas):
     """Engines as actors of a Ray cluster (see Replicas). A call of an engine that dies or falls silent returns Lost.
 
     takes: resources of each engine, keyed by ray_connection.GPU and CPU.
-    config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
-        the first call "start", may take ten times as long while its process answers.
-    silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": the
-        process is stopped, or its machine is gone. Busy engines answer.
-    config.join_s: time for the only engine, lost with its host, to find room on another.
+    config.deadline_s: time limit of every call except collect, whose requests the pool watches. The first call, "start", builds
+        the engine; it may take ten times as long while the engine's process answers pings.
+    silence_s: time without an answer to pings after which an engine counts as lost, except during "start". Busy engines answer;
+        stopped processes and dead hosts do not.
+    config.join_s: time limit for finding another host for an engine that was lost with its own.
     """
 
     can_restart = True

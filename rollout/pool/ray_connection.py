@@ -4,8 +4,8 @@
                            here[:port]    the same, open to other hosts that run `ray start --address`
                            host:port      an existing cluster, left running at the end
 
-Ray hands out the GPUs that it counts, from the first on, even if they are in use. So a Ray started here counts
-only GPUs that no trainer rank holds, and a joined one must do the same on every trainer host.
+Ray hands out the GPUs that it counts, from the first on, even if they are in use. So a Ray cluster
+started here counts only GPUs that no trainer rank holds, and a joined cluster must do the same on every trainer host.
 """
 
 from __future__ import annotations
@@ -149,10 +149,10 @@ class RayCluster:
         group = placement_group([dict(resources)] * num)  # Ray decides what fits on which host
         try:
             while placement_group_table(group)["state"] != "CREATED":
-                check_head()  # PlacementGroup.wait counts in whole seconds
+                check_head()
                 if time.monotonic() >= end:
                     return False
-                time.sleep(_PLACED_S / 6)
+                time.sleep(_PLACED_S / 6)  # PlacementGroup.wait would wait for whole seconds
             return True
         finally:
             remove_placement_group(group)

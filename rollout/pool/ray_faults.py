@@ -71,11 +71,11 @@ def _check_own_node(error: BaseException) -> None:
         ) from error
 
 
-_processes: dict[str, psutil.Process] = {}  # essential processes of a Ray that this process started
+_processes: dict[str, psutil.Process] = {}  # essential processes of a Ray cluster that this process started
 
 
 def note_processes() -> None:
-    """Watch the processes of a Ray that this process started (see check_head)."""
+    """Watch the processes of a Ray cluster that this process started (see check_head)."""
     children = {child.name(): child for child in psutil.Process().children()}
     _processes.update({name: children[name] for name in _NEEDED if name in children})
 
@@ -86,7 +86,7 @@ def forget_processes() -> None:
 
 
 def check_head() -> None:
-    """Raise RuntimeError if a Ray process that this process started has ended; cheap.
+    """Raise RuntimeError if a watched Ray process has ended. Cheap.
 
     When the cluster's head is gone, Ray itself reports nothing for a minute, and then aborts this process.
     """

@@ -45,7 +45,7 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
 def own_sigterm() -> Iterator[None]:
     """Keep this process's SIGTERM handling while Ray starts or is joined inside the block.
 
-    ray.init installs a handler that dumps stacks and aborts; it is replaced by ours afterwards. SIGTERM is blocked meanwhile, as
+    ray.init installs a handler that dumps stacks and aborts; ours is restored afterwards. SIGTERM is blocked meanwhile, as
     Ray blocks SIGINT, so that Ray's processes inherit the block: torchrun and Slurm send SIGTERM to all processes, and without a
     raylet the current step could not finish.
     """
@@ -63,7 +63,8 @@ def own_sigterm() -> Iterator[None]:
 def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int], *, is_open: bool) -> None:
     """Start a cluster's first node with this process as driver.
 
-    where: the node's host and port (0: any). is_open: other hosts join; without GPUs, engines run on those hosts alone.
+    where: the node's host and port (0: any). is_open: True if other hosts join. This node then offers no CPUs, so CPU engines
+    run on those hosts alone.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.pop("RAY_ADDRESS", None)  # start our own cluster: do not join another one

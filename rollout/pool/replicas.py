@@ -30,7 +30,7 @@ def ignore_loss(replica: int, reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Result of an engine's method and its times. start, end: time.time() of the engine's process."""
+    """Result of an engine's method. start, end: time of the call, by time.time() in the engine's process."""
 
     value: Any
     start: float
@@ -103,11 +103,11 @@ class Replicas(ABC):
 
     @abstractmethod
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
-        """Have these replicas return requests that use the adapter (None: all) with the next results and their tokens so far."""
+        """Stop requests that use the adapter (None: all); these replicas return them, with their tokens, in the next results."""
 
     @abstractmethod
     def num_decoded(self, within_s: float) -> list[int]:
-        """Return the tokens decoded so far, by replica; the last known number of an engine that does not answer within_s."""
+        """Return the number of tokens decoded so far, by replica; the last known one without an answer within_s."""
 
     @abstractmethod
     def close(self) -> None:
