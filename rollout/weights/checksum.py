@@ -52,7 +52,7 @@ class ShardSums:
         self.totals = dict.fromkeys(layout.shapes, 0)
 
     def add(self, name: str, box: Box, values: Tensor) -> None:
-        """Add values [matrices, rows, columns] of `box`, a part of the shard's box of an HF tensor or a stack."""
+        """Add a block's values [matrices, rows, columns]. box: the block's place in `name`, an HF tensor or a stack."""
         for fused, place in self.layout.placed(name, box):
             self.merge({fused: block_sum(values.to(self._dtype), place, self.layout.shapes[fused])})
 

@@ -1,7 +1,7 @@
 """Connections that carry buckets of weights from trainer ranks to engine shards without files.
 
     GroupConnection   a process group of all trainer ranks and engine shards: NCCL between GPUs, gloo between CPUs
-    SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
+    SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes on a CPU
 
 All processes connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a
 time; one buffer of this size is its only memory. gloo and the file replace NCCL and CUDA IPC on CPUs, to test routing and order;
@@ -62,7 +62,7 @@ class Rendezvous:
     """Meeting point of trainer ranks and engine shards. session: changes when they must reconnect.
 
     num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
-    timeout_s: a longer wait aborts the transfer.
+    timeout_s: time limit of every wait; a longer one aborts the transfer.
     sends_deltas: True if each message begins with its length (8 bytes), which is followed by a whole bucket or by a shorter delta
         (delta.py). False if each message is a whole bucket.
     """

@@ -229,7 +229,7 @@ class HeldWeights(Protocol):
 
     @property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """Return for each rank {name: the part of that tensor which it holds}."""
+        """For each rank, {tensor: the box of it that the rank holds}."""
 
     def stack(self, name: str) -> Tensor:
         """Return this rank's box of a tensor, [matrices, rows, columns]; while the trainer's memory sleeps, on the CPU."""

@@ -176,7 +176,7 @@ def _locked(folder: Path) -> int:
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write contiguous CPU tensors to `folder` as write_files does, replacing an existing folder; return their bytes.
+    """Write contiguous CPU tensors to `folder` as write_files does, replacing an existing folder; return their size in bytes.
 
     Raises OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
@@ -194,7 +194,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 
 
 def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> int:
-    """Write contiguous CPU tensors to files in `folder`, named as by Hugging Face; return their bytes.
+    """Write contiguous CPU tensors to files in `folder`, named as by Hugging Face; return their size in bytes.
 
     A file holds at most most_bytes, or a single larger tensor. Only one file's tensors are in memory at a time.
     """
@@ -214,10 +214,10 @@ def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes:
 
 
 def _in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the named tensors in order, in shards of at most most_bytes or a single larger tensor; one empty shard if there are
-    none.
+    """Yield the tensors, in order, in shards {name: tensor} of at most most_bytes.
 
-    A shard is emptied when the next is requested, so that only one is in memory.
+    A larger tensor has a shard of its own. Without tensors there is one empty shard. A shard is emptied when the next is
+    requested, so that only one is in memory.
     """
     shard: dict[str, Tensor] = {}
     num_bytes = 0

@@ -18,7 +18,7 @@ An engine over several GPUs splits the tensors into shards. A *shard* (EngineSha
     o_proj, down_proj                    a share of the columns
     embed_tokens, lm_head                a share of the rows, the vocabulary rounded up to a multiple of 64
     norms, router                        everything
-    spread experts                       some whole experts, numbered from 0
+    spread experts                       some whole experts, renumbered from 0
 
 The local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this from
 shapes; the trainer uses it for the tensors it sends, and the engine for those it receives and computes with.
@@ -365,7 +365,7 @@ def plan_buckets(
 
 
 def portion_size(shape: Sequence[int], max_elements: int) -> int:
-    """Return the number of matrices in a portion, so that portions fit, are as few as possible and of about equal size."""
+    """Return the number of matrices in a portion, so that portions fit into a bucket, are few and have about the same size."""
     matrices, rows, cols = whole_box(shape).shape
     most = max(1, max_elements // (rows * cols))
     return -(-matrices // -(-matrices // most))
