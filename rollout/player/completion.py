@@ -123,7 +123,7 @@ class Completion(_OfCompletion):
 
     @property
     def is_trained(self) -> BoolArray:
-        """Mask [N] of trained tokens: is_sampled, without answers that a program did not read or discarded."""
+        """Mask [N] of trained tokens: is_sampled, except in answers that a program discarded or never read."""
         if not self.turns:
             return self.is_sampled
         is_read = np.zeros(len(self.token_ids), np.bool_)

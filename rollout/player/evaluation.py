@@ -132,7 +132,7 @@ class EvaluationPlay:
         return asked
 
     def finish(self) -> None:
-        """Return once everything has ended."""
+        """Play until all added episodes and asks have ended."""
         before = self._num_decoded() if self._progress is not None else 0
         while self._player.is_busy or self._later:
             self._begin()

@@ -76,8 +76,8 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: close asks, and submit their successors, only when no decoding, judging or tool call is running. This is
-    done in order and ignores slots, so that the composition of an engine's batches does not depend on timing.
+    in_step: True to close asks, and submit their successors, only when no decoding, judging or tool call is running. Both are
+    done in a fixed order and ignore slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 
@@ -248,7 +248,7 @@ class Player:
         self.settle()
 
     def settle(self) -> None:
-        """Process everything that has become possible."""
+        """Process finished judgements, tool calls and asks, until nothing more follows."""
         while self._go_on():
             pass
 

@@ -1,6 +1,7 @@
 """Counts of groups whose rewards differ and of groups that train nothing.
 
-A step adds problems for the latter (rollout.refill), and their problems are not drawn for a while (data.rest).
+For each group that trains nothing, a step can add a problem (rollout.refill), and the group's problem can rest: it is not drawn
+for a while (data.rest).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from marsrl.rollout.types import Group
 
 
 class Spread(StrEnum):
-    """Differences between rewards that are compared with each other."""
+    """How the rewards of groups that are trained together differ."""
 
     TASK = "task"  # rewards differ without penalties of form
     FORM = "form"  # rewards differ only by penalties of form

@@ -1,9 +1,11 @@
 """Player's game for training: problems begin in stages, and judged samples leave in groups for the trainer.
 
-    want()   requests one more batch                stage s of new problems begins when stage s-1 is over, or leaves engines
-    take()   returns a batch, if one is ready       without work, and s <= batches wanted + rollout.overlap
+    want()   requests one more batch
+    take()   returns a batch, if one is ready
 
-rollout.overlap = 0: one stage per step; engines rest in between.
+Stage s of new problems begins when stage s-1 is over, or leaves engines without work, and s <= batches wanted + rollout.overlap.
+
+With rollout.overlap = 0 there is one stage per step, and the engines rest in between.
 
     stage k:   new problems + asks due from stage k-1 + unfinished samples
                     | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
@@ -18,13 +20,14 @@ trajectory`, the baseline, a step has as many stages as its problems need to end
 (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so up to five agents of different problems
 are in flight in one stage.
 
-rollout.overlap > 0: when a sample ends, the requests that this makes possible, including its next segment, start at once, while
-the trainer trains. A stage does not wait for the longest samples of the previous one: it begins when every pool has a free slot.
-Stage s is over when every sample that was unfinished at its beginning has finished or reached the end of a segment (a wait does
-not count); with `pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So
-the decoder is at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap +
-rollout.segments versions old, because its group waits for its last sample. Picks made late in a stage belong to the next stage,
-and are one version older. With trains_whole, a sample also waits for the team's last call.
+With rollout.overlap > 0 the trainer trains meanwhile, and every request starts as soon as it is possible: the next segment of a
+sample when a segment ends, and the team's next asks when a sample ends. A stage does not wait for the longest samples of the
+previous one: it begins when every pool has a free slot. Stage s is over when every sample that was unfinished at its beginning
+has finished or reached the end of a segment (waiting for input is not an end); with `pipeline: trajectory`, when nothing is open.
+All groups closed since the previous stage then become batch s. So the decoder is at most rollout.overlap stages ahead of the
+trainer, and a trained sample is at most about rollout.overlap + rollout.segments versions old, because its group waits for its
+last sample. Picks made late in a stage belong to the next stage, and are one version older. With trains_whole, a sample also
+waits for the team's last call.
 
 rollout.refill adds problems for groups without spread (refill.py). With rollout.overlap = 0 it adds them in waves: a stage that
 would end continues with the problems that are due, in the order of draws. So neither their number nor the batch depends on the
@@ -107,7 +110,7 @@ class RolloutState:
 
 
 class Stages:
-    """Game of training, in stages; see the module. One thread at a time calls its methods; collect() alone may run beside others.
+    """Game of training, in stages; see the module. One thread at a time calls it; only player.collect may run concurrently.
 
         stages.resume({"main": 0}); stages.want()
         while (batch := stages.take()) is None:
@@ -117,7 +120,7 @@ class Stages:
     source: source of problems; each draw of a problem is a rollout instance.
     seed: the run's seed, from which the seeds of requests and picks derive.
     trains_whole: train the samples of a rollout instance together, with its outcomes, once the whole instance has ended.
-    counting: for rollout.refill and data.rest; None: both are off.
+    counting: how groups are counted for rollout.refill and data.rest; None: both are off.
     """
 
     has_segments, answers_too_long = True, False
@@ -276,7 +279,7 @@ class Stages:
             self.player.ask(episode, asks)
 
     def ended(self, episode: Episode) -> None:
-        """Release an instance's held samples for training with its last episode."""
+        """Count the episode; with the last one of its instance, release the instance's held samples for training."""
         if self.on_episode is not None:
             self.on_episode(episode.id, True)
         self._finished(episode.id)
@@ -475,7 +478,7 @@ class Stages:
             awaited.difference_update(ended)
 
     def _ask_for_waiting(self) -> None:
-        """Open those of the next stage's asks whose episodes have waiting completions."""
+        """Open asks of the next stage early if their episode has a waiting completion."""
         while not self.player.is_working:
             pending = [(self._episode(ask), ask) for ask in self.state.pending]
             now = [(episode, ask) for episode, ask in pending if episode.waiting]
