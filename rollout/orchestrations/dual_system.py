@@ -120,8 +120,8 @@ class DualSystem(Orchestration):
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """Return counts of an episode.
 
-        turns: System 2's turns. answered: 1 if there is an answer. Calls of each tool, and pages and papers found, under their
-        names. failed_calls: calls whose output is an error. turns_without_call: turns that continued without a valid call.
+        turns: System 2's turns. answered: 1 if there is an answer. calls/NAME: calls of a tool. pages, papers: number found by
+        tools. failed_calls: calls whose output is an error. turns_without_call: turns that continued without a valid call.
         distillates: System 1's texts, one per bin. distillates_at_once: the most bins of one call, which are read in parallel.
         """
         reasoned = episode.samples(episode.ask("system2"))

@@ -1,8 +1,9 @@
 """Verifier-Corrector reasoning system (MarsRL, arXiv:2511.11373).
 
 train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
-           A group of G samples on each of at most num_picks outputs of the previous agent; a Corrector gets only
-           reports that flag an error. Picks are made over all groups of that agent, once all are complete.
+           Each agent samples a group of G on each of at most num_picks outputs of the previous agent; a Corrector
+           gets only reports that flag an error. Outputs are picked from all groups of the previous agent, once all
+           are complete.
 evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
 collect    as train, with one sample per ask and every eligible output passed on, up to corrector1
 """
