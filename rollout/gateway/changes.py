@@ -64,8 +64,8 @@ def _change(old: str, new: str) -> str:
     return f"character {low + 1}: {words[0]!r}, {words[1]!r}"
 
 
-def _word(text: str, place: int) -> str:
+def _word(text: str, position: int) -> str:
     """Return the word around a position, without punctuation at its ends; a long word is cut."""
-    before = re.split(r"\s", text[max(0, place - _MOST_WORD) : place])[-1]
-    after = re.split(r"\s", text[place : place + _MOST_WORD])[0]
+    before = re.split(r"\s", text[max(0, position - _MOST_WORD) : position])[-1]
+    after = re.split(r"\s", text[position : position + _MOST_WORD])[0]
     return (before + after).strip(".,;")

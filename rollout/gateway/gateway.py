@@ -117,8 +117,8 @@ class Gateway:
             self._playing[session.key] = session
         return sessions, self._over.pop(worker, [])
 
-    def end(self, session: Session, said: Mapping[str, Any]) -> None:
-        self._finish(session, session.end(said))
+    def end(self, session: Session, report: Mapping[str, Any]) -> None:
+        self._finish(session, session.end(report))
 
     def lose(self, worker: str, reason: str) -> None:
         """Mark a worker as lost; its sessions restart on another."""

@@ -299,28 +299,28 @@ class Lineages:
         """Return, for each lineage, the number of the caller's call whose answer started it; None: unknown."""
         callers: dict[Lineage, int | None] = {}
         around: list[Lineage] = []  # earlier lineages that make a call after the first call of this one
-        for lineage, own in calls.items():
-            around = [each for each in around if calls[each][-1] > own[0]]
+        for lineage, own_calls in calls.items():
+            around = [each for each in around if calls[each][-1] > own_calls[0]]
             parent = named.get(lineage.parent)
             if parent is not None and parent is not lineage:
-                earlier = calls[parent][: bisect_left(calls[parent], own[0])]
+                earlier = calls[parent][: bisect_left(calls[parent], own_calls[0])]
                 callers[lineage] = earlier[-1] if earlier else None
             else:
-                fits = (call for each in around if (call := self._waits(calls[each], own)) is not None)
+                fits = (call for each in around if (call := self._waits(calls[each], own_calls)) is not None)
                 two = list(islice(fits, 2))
                 callers[lineage] = two[0] if len(two) == 1 else None
             around.append(lineage)
         return callers
 
-    def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
-        """Return the call in `calls` that may have started the calls in `own`, else None.
+    def _waits(self, calls: Sequence[int], started: Sequence[int]) -> int | None:
+        """Return the call in `calls` that may have started the calls in `started`, else None.
 
-        calls: calls of the lineage that may be the caller. own: calls of the lineage that it may have started. The last call in
-        `calls` before own[0] is returned if it was answered by then, and if the next one in `calls` comes after own[-1].
+        calls: calls of the lineage that may be the caller. started: calls of the lineage that it may have started. The last call
+        in `calls` before started[0] is returned if it was answered by then, and if the next one comes after started[-1].
         """
-        place = bisect_left(calls, own[0])
-        is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]
-        return calls[place - 1] if is_answered and calls[place] > own[-1] else None
+        place = bisect_left(calls, started[0])
+        is_answered = self._answered.get(calls[place - 1], started[0] + 1) <= started[0]
+        return calls[place - 1] if is_answered and calls[place] > started[-1] else None
 
     def _caller(self, call: int | None) -> Caller | None:
         uid = "" if call is None else self._strands[call].uid

@@ -59,14 +59,14 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
     """Convert a message to OpenAI's chat format: tool outputs become separate messages, before accompanying text."""
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    found: dict[str, list[Any]] = {kind: [] for kind in ("text", "tool_use", "tool_result", "thinking")}
+    by_type: dict[str, list[Any]] = {kind: [] for kind in ("text", "tool_use", "tool_result", "thinking")}
     for block in blocks:
-        if block.get("type") not in found:
+        if block.get("type") not in by_type:
             raise Refused(
-                400, f"messages: expected blocks of type {', '.join(found)}; found {json.dumps(blocks)[:200]}"
+                400, f"messages: expected blocks of type {', '.join(by_type)}; found {json.dumps(blocks)[:200]}"
             )
-        found[block["type"]].append(block)
-    texts, uses, results, thinking = found.values()
+        by_type[block["type"]].append(block)
+    texts, uses, results, thinking = by_type.values()
     outputs = [
         {"role": "tool", "tool_call_id": each.get("tool_use_id"), "content": text_of(each.get("content"))}
         for each in results

@@ -63,15 +63,15 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    said, done = answer.said, {"status": "completed"}
+    turn, done = answer.said, {"status": "completed"}
     output: list[dict[str, Any]] = []
-    if said.reasoning:
-        thought = [{"type": "reasoning_text", "text": said.reasoning}]
+    if turn.reasoning:
+        thought = [{"type": "reasoning_text", "text": turn.reasoning}]
         output.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": thought})
-    if said.content or not said.calls:
-        part = {"type": "output_text", "text": said.content, "annotations": []}
+    if turn.content or not turn.calls:
+        part = {"type": "output_text", "text": turn.content, "annotations": []}
         output.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "content": [part], **done})
-    for call in said.calls:
+    for call in turn.calls:
         function = {"call_id": call["id"], **call["function"]}
         output.append({"type": "function_call", "id": f"fc_{call['id']}", **function, **done})
     usage, is_cut = usage_of(answer), answer.finish == "length"

@@ -156,18 +156,18 @@ class Session:
         """Record that the program has read the answer."""
         self._note_read(self._answered[task.result().id])
 
-    def end(self, said: Mapping[str, Any]) -> ToolOutput:
+    def end(self, report: Mapping[str, Any]) -> ToolOutput:
         """End the session with its worker's report, {reward | rewards | answer | error}; an invalid report is an error."""
         seconds = self.clock() - self.began_s
         try:
-            if said.get("error") is not None:
-                error = str(said["error"])
+            if report.get("error") is not None:
+                error = str(report["error"])
                 raise ValueError(next((refusal for refusal in self.refusals if refusal in error), error))
-            reward = None if said.get("reward") is None else _number(said["reward"])
-            given = said.get("rewards")
+            reward = None if report.get("reward") is None else _number(report["reward"])
+            given = report.get("rewards")
             settled = self.lineages.settle()
             by_agent, by_lineage, by_call = self._rewards({} if given is None else given, settled)
-            _, _, of_turns = self._rewards(said.get("turn_rewards", {}), settled)
+            _, _, of_turns = self._rewards(report.get("turn_rewards", {}), settled)
             if self.sums_turns:
                 of_turns += by_call
             turn_rewards = [0.0] * (self.num_calls if of_turns else 0)
@@ -178,7 +178,7 @@ class Session:
                 by_turn = [self._calls[number].task.result().agent for number, _ in of_turns]
                 answers = [] if self.sums_turns else [(self._calls[number].uid, value) for number, value in by_call]
                 rewards = settled.rewards(by_agent, by_lineage, answers, by_turn)
-            answer = None if said.get("answer") is None else str(said["answer"])
+            answer = None if report.get("answer") is None else str(report["answer"])
             end = SessionEnd(
                 reward,
                 rewards,

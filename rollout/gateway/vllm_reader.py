@@ -43,16 +43,16 @@ def agents_of(
     of policies behind servers.
     """
     readers: dict[Any, VllmReader] = {}  # agents with equal settings share a reader
-    found = {}
-    for name, each in agents.items():
-        tools, thoughts = (parsers or {}).get(each.policy, (None, None))
-        key = (each.policy, *sorted(each.template_options.items()))
+    built = {}
+    for name, settings in agents.items():
+        tools, thoughts = (parsers or {}).get(settings.policy, (None, None))
+        key = (settings.policy, *sorted(settings.template_options.items()))
         if (tools or thoughts) and key not in readers:
-            readers[key] = VllmReader(renderers[each.policy], tools, thoughts, each.template_options)
-        most = each.max_response_tokens or max_response_tokens
-        server = (servers or {}).get(each.policy, "")
-        found[name] = Agent(name, each, renderers[each.policy], most, readers.get(key), server)
-    return found
+            readers[key] = VllmReader(renderers[settings.policy], tools, thoughts, settings.template_options)
+        most = settings.max_response_tokens or max_response_tokens
+        server = (servers or {}).get(settings.policy, "")
+        built[name] = Agent(name, settings, renderers[settings.policy], most, readers.get(key), server)
+    return built
 
 
 class VllmReader:
@@ -132,7 +132,7 @@ class VllmReader:
             enable_auto_tools=bool(tools) and ask.calls_tools,
             model_output_token_ids=token_ids.tolist(),
         )
-        found = [
+        tool_calls = [
             {
                 "id": f"call_{secrets.token_hex(8)}",
                 "type": "function",
@@ -140,4 +140,4 @@ class VllmReader:
             }
             for call in calls or ()
         ]
-        return Said(content or "", reasoning, found)
+        return Said(content or "", reasoning, tool_calls)

@@ -175,19 +175,19 @@ class Worker:
         key = given["api_key"]
         try:
             client = Client(f"{self._url}/v1", key, given["session"], given["agents"])
-            found = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._ends_by(key, end))
-            if inspect.iscoroutine(found):
-                task = asyncio.run_coroutine_threadsafe(found, self._loop)
+            returned = self._play(SimpleNamespace(**given["problem"]), client, lambda end: self._ends_by(key, end))
+            if inspect.iscoroutine(returned):
+                task = asyncio.run_coroutine_threadsafe(returned, self._loop)
                 self._ends_by(key, task.cancel)
-                found = task.result()
-            said = _as_end(found)
+                returned = task.result()
+            report = _as_end(returned)
         except BaseException as error:
-            said = {"error": _told(error)[-_MOST_SHOWN:]}
+            report = {"error": _told(error)[-_MOST_SHOWN:]}
         if self._open.pop(key, None) is None:
             return  # already ended
         for _ in range(60):
             try:
-                _request(f"{self._url}/end", key, said, 60.0)
+                _request(f"{self._url}/end", key, report, 60.0)
                 return
             except RuntimeError:  # the session is over
                 return
@@ -203,17 +203,17 @@ def _told(error: BaseException) -> str:
     return "".join(whole.format() if own else whole.format_exception_only())
 
 
-def _as_end(found: Any) -> dict[str, Any]:
+def _as_end(returned: Any) -> dict[str, Any]:
     """Convert a function's return value to the body of POST /end."""
-    if isinstance(found, tuple):  # an environment's (end, {id of an answer: reward of the turn})
-        return {**_as_end(found[0]), "turn_rewards": found[1]}
-    if found is None:
+    if isinstance(returned, tuple):  # an environment's (end, {id of an answer: reward of the turn})
+        return {**_as_end(returned[0]), "turn_rewards": returned[1]}
+    if returned is None:
         return {}
-    if isinstance(found, str):
-        return {"answer": found}
-    if isinstance(found, dict):
-        return {"rewards": {str(name): float(value) for name, value in found.items()}}
-    return {"reward": float(found)}
+    if isinstance(returned, str):
+        return {"answer": returned}
+    if isinstance(returned, dict):
+        return {"rewards": {str(name): float(value) for name, value in returned.items()}}
+    return {"reward": float(returned)}
 
 
 def function_of(name: str) -> Callable[..., Any]:

@@ -181,13 +181,13 @@ class EvaluationPlay:
     def request(self, completion: Completion) -> DecodeRequest:
         play, known, agent = self._plays[id(completion.episode)], len(completion.token_ids), completion.agent
         play.has_asked = True
-        own = self._team.sampling(agent)
-        place = (known,) if known else ()
+        agent_sampling = self._team.sampling(agent)
+        position = (known,) if known else ()
         adapter, version = play.cast.get(agent, ("", 0))  # "" means the adapter of the agent's policy
         return completion.request(
             self.most_tokens(agent) - known,
-            replace(self._sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
-            derive_seed(play.seed, "answer", completion.of.ask.id, *place),
+            replace(self._sampling, stop_token_ids=agent_sampling.stop_token_ids, stop=agent_sampling.stop),
+            derive_seed(play.seed, "answer", completion.of.ask.id, *position),
             adapter=adapter,
             adapter_version=version,
         )

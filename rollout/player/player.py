@@ -165,16 +165,16 @@ class Player:
                 self.counts["rollout/prompts_cut"] += 1
             ids, text, _ = prompt or _TOO_LONG
             version = self.versions[self._policy(ask.agent)]
-            of = OpenAsk(ask, ids, text, version, [Completion() for _ in range(ask.num_samples)])
-            of.episode = episode
-            self.open[ask.id] = of
-            opened.append(of)
+            opened_ask = OpenAsk(ask, ids, text, version, [Completion() for _ in range(ask.num_samples)])
+            opened_ask.episode = episode
+            self.open[ask.id] = opened_ask
+            opened.append(opened_ask)
             if prompt is not None:
-                self.due(of.completions)
+                self.due(opened_ask.completions)
                 continue
-            for each in of.completions:
+            for each in opened_ask.completions:
                 each.finish = Finish.LENGTH
-            self._end(of.completions)
+            self._end(opened_ask.completions)
         return opened
 
     def due(self, completions: Iterable[Completion]) -> None:
@@ -292,13 +292,13 @@ class Player:
 
     def _count(self, completion: Completion, request: DecodeRequest, result: DecodeResult) -> None:
         of_agent, (num_read, num_drawn) = f"cost/{completion.agent}", result.usage_of(request)
-        for total, own, count in (
+        for total, agent_metric, count in (
             ("rollout/tokens", "output_tokens", num_drawn),
             ("rollout/prompt_tokens", "input_tokens", num_read),
             ("rollout/cached_tokens", "cached_tokens", result.num_cached_tokens),
         ):
             self.counts[total] += count
-            self.counts[f"{of_agent}/{own}"] += count
+            self.counts[f"{of_agent}/{agent_metric}"] += count
         self.counts.update({f"{of_agent}/seconds": result.seconds})
         if result.num_accepted is not None:
             self.counts["rollout/accepted_tokens"] += result.num_accepted
@@ -310,10 +310,11 @@ class Player:
                 "tokens that loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
             )
 
-    def _finish(self, each: Completion, result: DecodeResult) -> Finish:
+    def _finish(self, completion: Completion, result: DecodeResult) -> Finish:
         if result.finish in (Finish.STOP, Finish.ERROR):
             return result.finish
-        is_full = len(each.token_ids) >= self._game.most_tokens(each.agent) or each.tokens_left_of_call <= 0
+        most_tokens = self._game.most_tokens(completion.agent)
+        is_full = len(completion.token_ids) >= most_tokens or completion.tokens_left_of_call <= 0
         if is_full or (result.finish is Finish.LENGTH and not self._game.has_segments):
             return Finish.LENGTH
         return Finish.UNFINISHED
@@ -353,13 +354,13 @@ class Player:
         return bool(complete or ended or dirty)
 
     def _take_judged(self) -> None:
-        for each in [each for each, reward in self._judging.items() if reward is None or reward.done()]:
-            reward = self._judging.pop(each)
-            each.sample = self.team.rewarded(each, None if reward is None else reward.result())
-            each.state = State.OVER
-            self._game.judged(each)
-            if not each.of.unfinished:
-                self._complete.append(each.of)
+        for completion in [each for each, reward in self._judging.items() if reward is None or reward.done()]:
+            reward = self._judging.pop(completion)
+            completion.sample = self.team.rewarded(completion, None if reward is None else reward.result())
+            completion.state = State.OVER
+            self._game.judged(completion)
+            if not completion.of.unfinished:
+                self._complete.append(completion.of)
 
     def _take_outputs(self) -> None:
         while self._answered:

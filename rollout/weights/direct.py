@@ -111,13 +111,13 @@ class WeightReceiver:
         """
         layout, targets = shard_layout(plan.shapes, plan.shard), dict[str, Tensor | _Scratch]()
         for name, shape in layout.shapes.items():
-            found = target(name)
-            held = None if found is None else tuple(found.shape)
-            if found is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
+            weight = target(name)
+            held = None if weight is None else tuple(weight.shape)
+            if weight is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
                 raise ValueError(
                     f"weight sync: {name} has shape {held} in the engine; expected {shape}, with as many rows or more"
                 )
-            targets[name] = found if isinstance(found, Tensor) else _Scratch(found, plan.rendezvous, self._device)
+            targets[name] = weight if isinstance(weight, Tensor) else _Scratch(weight, plan.rendezvous, self._device)
         try:
             connection = self._opened(plan)
             for bucket in plan.buckets:
@@ -317,9 +317,9 @@ class DirectSender(ABC):
 
         Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
-        told, server = None, None
+        message, server = None, None
         if self._ranks.rank == 0:
-            told = b""
+            message = b""
             if shards:
                 timeout = timedelta(seconds=self._timeout_s)
                 server = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
@@ -328,12 +328,12 @@ class DirectSender(ABC):
                     str(self._dtype).removeprefix("torch."), self._max_elements, self._timeout_s,
                     self.sends_deltas,
                 )  # fmt: skip
-                told = encode((rendezvous, tuple(shards)))
-        told = self._ranks.broadcast(told)
-        if not told:
+                message = encode((rendezvous, tuple(shards)))
+        message = self._ranks.broadcast(message)
+        if not message:
             return
         self.close(is_broken=True)
-        rendezvous, self._shards = decode(tuple[Rendezvous, tuple[EngineShard, ...]], told)
+        rendezvous, self._shards = decode(tuple[Rendezvous, tuple[EngineShard, ...]], message)
         self._store, self._is_broken = TransferStore(rendezvous, server), False
         self._layouts = {shard: shard_layout(held.shapes, shard) for shard in dict.fromkeys(self._shards)}
         self._pieces = plan_pieces(held.boxes_of_ranks, [self._layouts[shard].needs for shard in self._shards])
@@ -421,14 +421,14 @@ class DirectSender(ABC):
             if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
                 sums[shard].add(piece.name, piece.box, self._part(piece, held, held.stack).to(held.device))
         mine = _Sent([each.totals for each in sums.values()], not self._is_broken, self.traffic)
-        told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
+        parts = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
         self.traffic = Traffic()
-        for sent in told:
+        for sent in parts:
             self.traffic.add(sent.traffic)
-        if not all(each.has_all for each in told):
+        if not all(each.has_all for each in parts):
             return []
-        del told[self._ranks.rank]  # leave out this rank's own sums
-        for others in told:
+        del parts[self._ranks.rank]  # leave out this rank's own sums
+        for others in parts:
             for each, totals in zip(sums.values(), others.totals, strict=True):
                 each.merge(totals)
         checksums = {shard: each.checksums() for shard, each in sums.items()}
@@ -503,13 +503,13 @@ class SharedSender(DirectSender):
     def _connect(self, store: TransferStore, device: torch.device) -> None:
         if self._relays:
             return
-        ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
-        told = None
+        ranks = [site.decode() for site in self._ranks.gather(site_of(device).encode())]
+        sites = None
         if self._ranks.rank == 0:  # only rank 0 checks, so that all ranks agree
-            told = b""
+            sites = b""
             with self._unless_broken():
-                told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
-        self._relays = relay_ranks(ranks, self._ranks.broadcast(told).decode().splitlines())
+                sites = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
+        self._relays = relay_ranks(ranks, self._ranks.broadcast(sites).decode().splitlines())
         for target, relay in enumerate(self._relays):
             if relay == self._ranks.rank:
                 self._connections[target] = SharedBuffer(store, target, device, is_relay=True)

@@ -198,7 +198,7 @@ def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes:
 
     A file holds at most most_bytes, or a single larger tensor. Only one file's tensors are in memory at a time.
     """
-    files, num_bytes, place = list[list[str]](), 0, dict[str, str]()
+    files, num_bytes, file_of = list[list[str]](), 0, dict[str, str]()
     for shard in _in_shards(tensors, most_bytes):
         files.append(list(shard))
         save_file(shard, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
@@ -206,9 +206,9 @@ def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes:
     for number, names in enumerate(files, 1):
         final = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / final)
-        place.update(dict.fromkeys(names, final))
+        file_of.update(dict.fromkeys(names, final))
     if len(files) > 1:
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
     return num_bytes
 

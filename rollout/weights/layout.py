@@ -207,12 +207,12 @@ def _fused_parts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return {fused tensor: its parts, in order of rows}, in order of first appearance."""
     groups: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in names:
-        if found := _STACK.match(name):
-            base, part = found.groups()
+        if match := _STACK.match(name):
+            base, part = match.groups()
             kind = "w2" if part == "down" else "w13"
             groups[f"{base}.{kind}_weight", kind][part] = name
-        elif found := _PART.match(name):
-            base, part, suffix = found.groups()
+        elif match := _PART.match(name):
+            base, part, suffix = match.groups()
             kind = "qkv" if part in "qkv" else "gate_up"
             groups[f"{base}.{kind}_proj.{suffix}", kind][part] = name
         else:

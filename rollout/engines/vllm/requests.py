@@ -128,16 +128,16 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
     return asked
 
 
-def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
+def kept_tokens_told(outputs: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
     """Return token ids kept by top_k and top_p at each position (empty: all ids); None if the engine records none."""
-    masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
+    masks = [output.new_sampling_mask for output in outputs if output.new_sampling_mask]
     places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
     return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
-def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
+def experts_told(outputs: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
     """Return experts [num_tokens, layers, top_k] of the tokens from experts_from on; None if no token was decoded."""
-    experts = [output.routed_experts for output in told if output.routed_experts is not None]
+    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
     return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None
 
 
@@ -198,15 +198,15 @@ class Scored:
         return [read(self._told[key], tokens) for key, tokens in self._sequences.items()]
 
 
-def _of_prompt(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
-    parts = [each.new_prompt_logprobs_tensors for each in told if each.new_prompt_logprobs_tensors is not None]
+def _of_prompt(outputs: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
+    parts = [each.new_prompt_logprobs_tensors for each in outputs if each.new_prompt_logprobs_tensors is not None]
     found = np.concatenate([part.logprobs[:, 0].float().numpy() for part in parts])
     assert len(found) == len(tokens) - 1, (len(found), len(tokens))
     return found
 
 
-def _of_last(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
-    listed = told[-1].new_logprobs
+def _of_last(outputs: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
+    listed = outputs[-1].new_logprobs
     assert listed is not None, "vLLM returned no log-prob for a token"
     place = np.flatnonzero(listed.logprob_token_ids[0] == tokens[-1])[-1]
     return np.asarray([listed.logprobs[0][place]], np.float32)

@@ -204,11 +204,11 @@ def _reduce_asleep() -> None:
         communicator.dist_module = torch.distributed
 
 
-def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
+def _with_the_rest(model: nn.Module, sent: dict[str, int]) -> dict[str, int]:
     """Add the checksums of parameters that were not sent."""
     others = {_our_name(name): parameter for name, parameter in model.named_parameters()}
-    unsent = others.keys() - found.keys() - {f"{name}_scale_inv" for name in found}
-    return found | {name: checksum(others[name]) for name in unsent}
+    unsent = others.keys() - sent.keys() - {f"{name}_scale_inv" for name in sent}
+    return sent | {name: checksum(others[name]) for name in unsent}
 
 
 def _our_name(name: str) -> str:
