@@ -117,7 +117,7 @@ class OpenAIEngine(Engine):
         )
 
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
-        """Send the request, in a worker thread, until there is a response or a permanent error."""
+        """Send a request, with retries, and return its result. Runs in a worker thread."""
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         start = time.monotonic()

@@ -34,7 +34,7 @@ class Sampling:
     """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
     stop: strings that end a completion. The completion keeps the string, and the rest of the token that completes it.
-    records_kept: return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
+    records_kept: True to return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
     """
 
     temperature: float = 1.0
@@ -52,7 +52,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """Continue the given tokens by at most max_new_tokens.
+    """Request to continue token_ids by at most max_new_tokens tokens.
 
     Example: the second segment of the Solver's fourth sample. The prompt is 5 9 4, and the first segment decoded 7 6 2:
 
@@ -67,7 +67,7 @@ class DecodeRequest:
     expected_new_tokens: estimate that lets a pool send the longest requests first; None: max_new_tokens.
     experts_from: index of the first token whose routed experts are recorded (router replay); None: do not record.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
-    text_from: index of the first token of the returned text, which includes new tokens; None: no text.
+    text_from: index of the token at which the returned text begins; it ends with the new tokens. None: return no text.
     """
 
     uid: str
@@ -116,7 +116,7 @@ class DecodeResult:
     kept_tokens: tokens kept by top_k and top_p at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); for a server, its response time.
     usage: (prompt tokens, new tokens) as counted by a server with another tokenizer; None: as counted here.
-    text: as requested by text_from (texts.py); None if not requested, or the request was aborted or failed.
+    text: text of the tokens from text_from on (texts.py); None if not requested, or the request was aborted or failed.
     """
 
     uid: str
@@ -294,7 +294,7 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Decode at least one step, until requests have finished or timeout_s has passed; return the finished requests.
+        """Decode until requests finish or timeout_s has passed, but at least one step; return the results.
 
         Returns at once if there is nothing to decode. An invalid request returns with Finish.ERROR and the reason.
         """

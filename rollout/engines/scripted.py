@@ -27,7 +27,7 @@ Script = Callable[[DecodeRequest], "str | Sequence[int]"]
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A request, its whole completion (None: not generated yet), and how much of it is decoded."""
+    """A request, its whole completion (None: not generated yet), and the number of tokens decoded."""
 
     request: DecodeRequest
     answer: DecodeResult | None = None

@@ -12,7 +12,7 @@ import msgspec
 from marsrl.rollout.types import Caller, Fate, Finish, FloatArray, IntArray, Prefix, Turn
 
 SESSION = "session"
-"""Name of the tool whose calls are sessions: long calls, during which a program calls agents."""
+"""Name of the gateway's only tool. Each call of the tool is a session, during which a program calls agents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,10 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: uid of the continued sample; "" for a new sample, the agent's `number`-th in this session. attempt: number of restarts of
-    the session. token_ids [N]: the new sample's prompt, or the tokens to append to the continued sample. place: index among the
-    session's calls, from 0. text: the prompt for display. max_tokens, stop: limits of this turn, in addition to the agent's own.
+    uid: uid of the continued sample; "" if a new one begins. number: index of the new sample among the agent's in this session.
+    attempt: number of restarts of the session. token_ids [N]: the new sample's prompt, or the tokens to append to the continued
+    sample. place: index among the session's calls, from 0. text: the prompt for display. max_tokens, stop: limits of this turn,
+    in addition to the agent's own.
     """
 
     session: str
@@ -68,8 +69,8 @@ class SessionEnd:
 
     reward: reward of every sample. rewards: rewards by agent or uid; {} if nothing is rewarded. If both are None, the task judges
     `answer`, or else the session's last answer. turn_rewards: additional reward of each call's answer; () if no answer has one.
-    fates: fate of each call's answer, in order of the calls. read: uids of the samples of which the program read an answer, in
-    the order in which it read their last answers. origins: origins of samples, by uid.
+    fates: fate of each call's answer, in order of the calls. read: uids of samples with an answer that the program read,
+    ordered by when it read the last one. origins: origins of samples, by uid.
     """
 
     reward: float | None = None

@@ -13,7 +13,7 @@ THOUGHTS = "the chat template leaves out thoughts of earlier answers"
 OTHER = "the tools, the template options or the ids of calls change"
 
 _WHAT = {"system": "the system prompt", "assistant": "an answer", "tool": "a tool's output", "user": "a user's message"}
-_MOST_WORD = 20  # characters before and after a change
+_MOST_WORD = 20  # characters shown before and after a change
 
 
 def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> str:
@@ -52,7 +52,7 @@ def _form(message: ChatMessage) -> tuple[str, str, Sequence[Any]]:
 
 
 def _change(old: str, new: str) -> str:
-    """Return `character 331: '10:01', '10:02'`; characters are counted from 1."""
+    """Describe the first difference of two texts: `character 331: '10:01', '10:02'`, counted from 1."""
     length = min(len(old), len(new))
     low, high = 0, length  # bounds on the length of the common prefix
     while low < high:

@@ -79,7 +79,7 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
 
 
 def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of the given fields that is set; it must be a whole number of at least 1."""
+    """Return the first of these fields that is set, else None. Raises Refused: it is not a whole number of at least 1."""
     name = next((name for name in names if body.get(name) is not None), None)
     if name is None:
         return None
@@ -252,7 +252,7 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def usage_of(answer: Answer) -> dict[str, int]:
-    """Return token counts: of the prompt, which includes earlier turns, and of the new turn."""
+    """Return the token counts of the prompt, which includes earlier turns, and of the new turn."""
     told, said = len(answer.prompt_ids), len(answer.token_ids)
     return {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
 

@@ -24,7 +24,7 @@ class Refused(Exception):
 class Ask:
     """A request. Either messages and tools as in OpenAI's chat API, or a raw prompt.
 
-    A raw prompt is token ids [N], or text in which control words are control tokens.
+    A raw prompt is token ids [N], or text in which names of special tokens, such as <|im_end|>, stand for these tokens.
 
     options: chat template options that differ from the agent's. calls_tools: False if calls in the answer stay text.
     must_call: name of the function that the turn must call first; "": any function; None: the agent decides.

@@ -136,7 +136,7 @@ class Gateway:
         _log.warning("worker %s is lost: %s", worker, reason)
 
     def tick(self) -> list[str]:
-        """End sessions past their limits, and return workers newly lost because they are silent; called periodically."""
+        """End sessions past their limits, and return names of workers that have fallen silent. Called periodically."""
         now, most = self._clock(), self.config.timeout_s
         silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
         for worker in silent:

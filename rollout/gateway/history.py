@@ -3,7 +3,7 @@
 Clients send the whole chat with every call and may rewrite earlier turns. Chats are therefore compared by what all clients
 preserve:
 
-    role, content                        null is ""
+    role, content                        null counts as ""
     calls of an assistant's turn         by id; order and arguments are ignored, since some clients reformat them
     calls whose ids are unknown          by place, name and arguments, since some clients replace all ids
     thoughts of an assistant's turn      only if they are sent back

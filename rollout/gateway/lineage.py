@@ -128,8 +128,8 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A new sample. after: earlier sample that it branches off or rewrites. why: why it does not continue the earlier sample.
-    shares: (an earlier sample of the agent, length of the longest common prefix with it)."""
+    """A new sample. after: earlier sample that it branches off or rewrites, or None. why: reason why it does not continue that
+    sample. shares: (earlier sample of the agent with the longest common prefix, length of the prefix), or None."""
 
     agent: str
     lineage: Lineage

@@ -241,7 +241,7 @@ class Session:
         return Fate.SUPERSEDED if is_thrown_away and self.masks_superseded else Fate.READ
 
     def _uids_read(self) -> list[str]:
-        """Return uids of samples of which an answer was read, in the order in which their last answers were read."""
+        """Return uids of samples with a read answer, ordered by when their last answer was read."""
         read = [self._calls[number] for number in self._read]
         uids = [each.uid for each in read if self._fate(each) is Fate.READ]
         return list(dict.fromkeys(reversed(uids)))[::-1]

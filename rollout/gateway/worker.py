@@ -125,14 +125,14 @@ def _request(
         raise
     _CONNECTIONS.by_server[scheme, server] = connection
     if reply.status >= 500:
-        raise ConnectionError(f"HTTP {reply.status} of {url}")  # the run is ending
+        raise ConnectionError(f"HTTP {reply.status} of {url}")  # a gateway error, such as at the end of the run
     if reply.status >= 400:
         raise RuntimeError(f"HTTP {reply.status} of {url}: {reply_body.decode(errors='replace')[:_MOST_SHOWN]}")
     return json.loads(reply_body)
 
 
 class Worker:
-    """Worker that polls for sessions, which is also its heartbeat, and plays them concurrently."""
+    """Worker that polls for sessions and plays them concurrently. Polling is also its heartbeat."""
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
@@ -217,20 +217,20 @@ def _as_end(returned: Any) -> dict[str, Any]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return a player of sessions by a function, FILE.py:FUNCTION."""
+    """Return a callable that plays a session by calling FILE.py:FUNCTION."""
     function = _attribute(name)
     return lambda problem, client, on_end: function(problem, client)
 
 
 def environment_of(name: str) -> Callable[..., Any]:
-    """Return a player of sessions in an environment, FILE.py:CLASS, with one object per session.
+    """Return a callable that plays a session in an environment: a new object of FILE.py:CLASS.
 
         reset(problem) -> messages     to the only agent; or {agent: messages}: the first agent acts, all get their messages;
                                        problem.agents: the agents' names
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
                    -> messages, -0.1   the same, and a reward for the turn that wrote the text, added to its agent's reward
                    -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
-        close()                        optional: the session has ended or failed
+        close()                        optional: called when the session has ended or failed
         max_tokens                     optional: maximum tokens of a turn
 
     messages: a string, which is a user turn, or a list of strings and of messages as in OpenAI's API.
@@ -337,7 +337,7 @@ def _kill(group: int) -> None:
 
 
 def command_of(words: list[str]) -> Callable[..., Any]:
-    """Return a player of sessions by a command, each in its own process group."""
+    """Return a callable that plays a session by running a command in its own process group."""
     if shutil.which(words[0]) is None:
         raise ValueError("no such program; correct the first word of the command")
     groups = Groups()

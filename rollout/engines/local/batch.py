@@ -21,8 +21,8 @@ _CACHE_STEP = 64  # positions; the cache's capacity is a multiple of this
 
 @dataclass(slots=True)
 class Row:
-    """A request in the batch. num_cached: number of prompt tokens computed by another row with the same prompt. finish: None
-    while the row runs.
+    """A request in the batch. num_cached: number of prompt tokens computed by another row with the same prompt. finish: reason
+    for the end; None while the row runs.
 
     record: routed experts [tokens, layers, K] of tokens from experts_from on, as one array for the prompt and one for each new
     token; None: not requested.
@@ -58,7 +58,7 @@ class Row:
 
 
 class DecodeBatch:
-    """B rows that decode together, before their next draw.
+    """State of B rows that decode together, just before their next draw.
 
     hidden: [B, H], states of each row's last token. lengths: [B] int64, number of tokens in each row. drawn: [B], the last drawn
     tokens. experts: [B, layers, K], routed experts of the last drawn tokens until they are copied to the rows' records; None if
@@ -145,7 +145,7 @@ class Cache:
         self._capacity = room
 
     def grow(self, needed: int) -> None:
-        """Grow to at least `needed` positions; at least doubles the capacity, so that a long decode copies little."""
+        """Make room for `needed` positions. Growing at least doubles the capacity, so that a long decode copies little."""
         if needed <= self._capacity:
             return
         extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)

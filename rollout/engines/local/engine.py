@@ -71,7 +71,7 @@ class LocalEngine(Engine):
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = spec.max_model_len, spec.local.max_num_seqs
         self._configs = spec.adapters
-        # Pairs (A, B) by adapter name; an adapter without effect is absent.
+        # Tensors A and B of each adapter, by name; an adapter that was never loaded is absent.
         self._adapters: dict[str, dict[str, Tensor]] = {}
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:

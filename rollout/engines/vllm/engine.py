@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM and its tokens so far. logprobs: float32, nats, if vLLM's sampler draws.
+    """A request in vLLM and its tokens so far. logprobs: log-probs in nats; empty if marsrl's sampler draws.
 
-    num_steps: steps of vLLM that returned tokens. num_watched: tokens already searched for Sampling.stop. told: outputs of the
-    request's steps, stored only if kept tokens or experts are recorded, since a step's output takes hundreds of bytes and refers
-    to arrays of the whole step.
+    num_steps: number of vLLM's steps that returned tokens. num_watched: number of tokens searched for Sampling.stop. told:
+    outputs of the request's steps, stored only if kept tokens or experts are recorded, since a step's output takes hundreds of
+    bytes and refers to arrays of the whole step.
     """
 
     key: str
@@ -88,7 +88,7 @@ class VllmEngine(Engine):
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        # Limit of decoding requests in vLLM; further seats are for scoring.
+        # Maximum number of decoding requests in vLLM, so that seats for scoring stay free; None without adapters.
         self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
         self._ended: list[DecodeResult] = []  # results that ended while something was scored
@@ -193,8 +193,7 @@ class VllmEngine(Engine):
         return scoring
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the weights from files or receive them, drop cached prefixes, and return checksums of the weights that the kernels
-        hold."""
+        """Load or receive weights, drop cached prefixes, and return checksums of what the kernels hold."""
         self._settle()
         if update.receive_plans:
             self._versions[""] = TORN  # prevents decoding with a partial transfer
@@ -230,7 +229,7 @@ class VllmEngine(Engine):
         from vllm.lora.request import LoRARequest
 
         number = 1 + list(self._spec.adapters).index(name)
-        # Requests get a LoRARequest without load_inplace, with which vLLM would read the file again at every step.
+        # Requests get a LoRARequest without load_inplace: with it, vLLM would read the file again at every step.
         self._llm.llm_engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         self._adapters[name] = LoRARequest(name, number, path)
         return number
@@ -248,8 +247,10 @@ class VllmEngine(Engine):
         self._reset_prefix_cache()
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Sleep at vLLM's level 1; without keeps_weights at level 2, which drops weights and adapters. wake("weights") restores
-        buffers and the draft model."""
+        """Sleep at vLLM's level 1 if keeps_weights, else at level 2, which drops weights and adapters.
+
+        wake("weights") restores buffers and the draft model.
+        """
         self._settle()
         if not keeps_weights:
             self._versions[""] = TORN

@@ -32,7 +32,7 @@ wait."""
 
 
 class RequestMaker:
-    """Builder of requests for one engine. draws: the engine's sampler. max_model_len: prompt and completion together, tokens."""
+    """Builder of requests for one engine. draws: the sampler used. max_model_len: maximum tokens of prompt and completion."""
 
     def __init__(self, draws: Sampler, records: Records, *, max_model_len: int, vocab_size: int) -> None:
         self._draws, self._records = draws, records
@@ -97,8 +97,7 @@ def core_request(
 
 
 def why_not_drawn(request: DecodeRequest, records: Records) -> str:
-    """Explain why vLLM's sampler cannot serve the request, or return "". records: data that the engine was started to
-    record."""
+    """Explain why vLLM's sampler cannot serve the request, or return "". records: what the engine records."""
     temperature = request.sampling.temperature
     if 0 < temperature < COLDEST:
         return f"temperature is {temperature}, but vLLM's sampler raises it to {COLDEST}"
@@ -144,8 +143,8 @@ def experts_told(outputs: Sequence[EngineCoreOutput], num_tokens: int, num_exper
 class Scored:
     """Sequences that are scored together.
 
-    by_prefill: score all tokens after the first by a fresh prefill; otherwise only the last one, through the prefix cache, as a
-        decoded token.
+    by_prefill: True to score all tokens after the first by a fresh prefill; False to score only the last one, through the prefix
+        cache, as a decoded token.
     top_k: top_k of the token that vLLM draws at the end of each sequence; None: draw greedily.
     """
 

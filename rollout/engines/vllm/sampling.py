@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _KEY = "marsrl_draw"
 _CHOSEN = 1e30  # above every logit
 _NO_SLOT = -1
-_EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # an empty _ROW
+_EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # _ROW of an empty position
 
 
 def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:

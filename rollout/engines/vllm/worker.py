@@ -71,7 +71,7 @@ class WorkerExtension:
             _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
-        """Return {fused name: checksum of the held weight}; equal to the received tensor's only if kernels hold that tensor."""
+        """Return {fused name: checksum}, equal to a received tensor's checksum only if the kernels compute with this tensor."""
         model = self.model_runner.get_model()
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad():

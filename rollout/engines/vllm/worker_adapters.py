@@ -91,7 +91,7 @@ def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, 
 
 @contextmanager
 def experts_without_adapters() -> Iterator[None]:
-    """Make vLLM select its CPU kernel for MoE layers despite adapters, inside the block; experts then cannot have adapters.
+    """Inside the block, make vLLM use its CPU kernel for MoE layers despite adapters. Experts then cannot have adapters.
 
     With adapters vLLM 0.32 selects Triton's kernel on any platform (fused_moe/oracle/unquantized.py).
     """

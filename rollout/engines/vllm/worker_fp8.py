@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.layout import FP8_BLOCK, whole_box
 
-_PARTS = {"w13_weight": 2, "w2_weight": 1}  # parts of an expert's rows, padded separately: gate and up; down
+_PARTS = {"w13_weight": 2, "w2_weight": 1}  # matrices in an expert's rows (gate, up; down), padded separately
 _AT_ONCE = 1 << 24  # numbers rounded at once; each float32 copy takes 64 MiB
 
 
