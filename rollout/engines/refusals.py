@@ -98,7 +98,7 @@ def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
 def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
     """Return messages about settings that the run would reject at its start; empty if there are none.
 
-    rollouts: settings, one per policy with engines here, which may differ only in `engines`.
+    rollouts: rollout settings of each policy with engines here; only `engines` and `vllm` may differ.
     weight_files: folder of the weight files for engines; None: the trainer's ranks send the weights.
     """
     if not rollouts:  # all policies are behind servers

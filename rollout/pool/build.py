@@ -38,7 +38,7 @@ def make_pool(
     served: configs of all policies with engines here; default: this one. With rollout.placement=colocated they
         share every GPU.
     host: this host; None: detected.
-    silence_s: an engine whose process does not answer for this long is lost (run.silence_s).
+    silence_s: time without an answer after which an engine's process counts as lost (run.silence_s).
     own_host: address at which the engines' hosts reach this process (sync.host); None: detected.
 
     Raises:

@@ -3,8 +3,8 @@
     dispatch.add(requests)          queues each request at one replica:
                                         a returning sample: at its last replica, unless another queue is shorter
                                         all requests of a new affinity: at the replica with the least work
-    dispatch.take() -> shares       every replica with free slots takes the longest of its own queue; if that is
-                                    empty, the longest from the fullest other queue
+    dispatch.take() -> shares       every replica with free slots takes the longest requests of its own queue; if
+                                    that is empty, the longest of the fullest other queue
     dispatch.end(uid) -> replica    frees the request's slot
 
 Work is counted in decoded tokens: the expected ones, plus PREFILL_COST for each prompt token that is not cached there.
@@ -28,7 +28,7 @@ _MAX_HOMES = 1 << 16  # samples whose replica is remembered; forgetting the olde
 class Dispatcher:
     """Queues in front of replicas; see the module.
 
-    slots: requests that one replica decodes at a time; None: no limit, so nothing waits.
+    slots: maximum number of requests that a replica decodes at a time; None: no limit, so nothing waits.
     """
 
     def __init__(self, num_replicas: int, slots: int | None) -> None:

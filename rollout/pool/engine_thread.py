@@ -30,7 +30,7 @@ Returned = TypeVar("Returned")
 
 
 class EngineThread:
-    """Thread that runs an engine; see the module. Any thread may call its methods. clock: seconds."""
+    """Thread that runs an engine; see the module. Any thread may call its methods. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class EngineThread:
     def collect(self, timeout_s: float, *, is_urgent: bool) -> Timed:
         """Return results and their decoding times; empty if none is due within timeout_s.
 
-        is_urgent: a result may trigger further requests. Otherwise batch for timeout_s, or until nothing is under way.
+        is_urgent: True if a result may trigger further requests; False to batch for timeout_s, or until nothing is under way.
 
         Raises Exception: an error that the engine raised while decoding, or that was passed to `fail`.
         """

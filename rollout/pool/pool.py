@@ -42,7 +42,7 @@ OnCall = Callable[[int, str, float, float], None]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A request at a replica. since: time by the pool's clock."""
+    """A request at a replica. since: time of its submission, by the pool's clock."""
 
     request: DecodeRequest
     replica: int
@@ -217,7 +217,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._call("info")
 
     def num_decoded(self, within_s: float = 1.0) -> list[int]:
-        """Return the number of tokens decoded since the start, by replica; the last known one without an answer within_s."""
+        """Return the number of tokens decoded since the start, by replica; the last known one if it does not answer in time."""
         return self._replicas.num_decoded(within_s)
 
     @property
@@ -228,7 +228,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
         """Queue requests, and send those for which a replica has a free slot.
 
-        at_once: send every replica its whole share, ignoring slots. The composition of an engine's batches then does not
+        at_once: True to send every replica its whole share, ignoring slots. The composition of an engine's batches then does not
         depend on timing, so the same calls give the same bits.
         """
         self._wake()
@@ -240,7 +240,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
         """Return finished results, waiting at most timeout_s for the first; refill freed slots before returning.
 
-        is_urgent: a result may trigger further requests before all results are back.
+        is_urgent: True if a result may trigger further requests before all results are back.
 
         Raises TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
@@ -301,17 +301,19 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return faults
 
     def score(self, sequences: Sequence[IntArray], adapter: str | Sequence[str] = "") -> list[list[FloatArray]]:
-        """Return log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`.
+        """Return scores[i][j]: log-probs [N-1], nats, of sequence j by replica engines[i].
 
-        adapter: adapter of all sequences, or of each.
+        adapter: one adapter for all sequences, or a list with one for each.
         """
         self._wake()
         self.give_weights()
         return self._call("score", (list(sequences), adapter))
 
     def score_shared(self, sequences: Sequence[IntArray], temperature: float) -> list[FloatArray]:
-        """Return log-probs [N-1] of each sequence at the temperature, nats, split over the replicas. Nothing may be
-        decoding."""
+        """Return log-probs [N-1] of each sequence at the temperature, nats. Nothing may be decoding.
+
+        The replicas share the sequences.
+        """
         self._wake()
         self.give_weights()
         scores: dict[int, FloatArray] = {}

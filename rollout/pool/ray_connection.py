@@ -93,7 +93,7 @@ class RayCluster:
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
         """Raise RuntimeError if Ray would give engines a GPU that a trainer rank of any host holds.
 
-        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly these GPUs.
+        is_shared: True if engines share the trainer's GPUs (rollout.placement=colocated). Ray must then count exactly these.
         """
         if self._address is None:
             return  # Ray was started by this process, which chose its GPUs.
@@ -171,7 +171,7 @@ class RayCluster:
 
 
 def cluster_view(address: str, timeout_s: float) -> str:
-    """Describe the resources of the cluster at an address: each host's GPUs and slots, total and free.
+    """Describe the resources of the cluster at an address: GPUs and CPUs of each host, and how many are free.
 
     Raises RuntimeError: joining fails within timeout_s.
     """

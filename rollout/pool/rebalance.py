@@ -127,7 +127,7 @@ class Rebalancer:
         self._num_stages = self._num_stages + 1 if is_same else 1
 
     def forget(self) -> None:
-        """Discard the time since the last stage, which was an evaluation."""
+        """Start measuring busy time anew; called after an evaluation, which does not count."""
         self._seen_s = {name: pool.busy_s for name, pool in self._pools.items()}
 
     def move(self) -> None:

@@ -7,8 +7,8 @@ The weights come from the file of the last update or, with sync.backend=nccl or 
 ranks are in the middle of a step, the new engine gets no requests until they can send. Adapters are loaded from their files,
 after the weights.
 
-An engine is lost when its process dies, does not answer within rollout.deadline_s, raises anything but a rejection while
-decoding, or does not receive all weights from the trainer's ranks.
+An engine is lost when its process dies, does not answer within rollout.deadline_s, raises an error while decoding (other than
+a rejected call), or does not receive all weights from the trainer's ranks.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Replicas(ABC):
     ) -> Sequence[tuple[int, Timed | Lost]]:
         """Return results of busy replicas: (replica, list of results), waiting at most timeout_s for the first.
 
-        is_urgent: a result may trigger further requests. Otherwise results are returned when that is cheapest.
+        is_urgent: True if a result may trigger further requests; False to return results when that is cheapest.
         """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def num_decoded(self, within_s: float) -> list[int]:
-        """Return the number of tokens decoded so far, by replica; the last known one without an answer within_s."""
+        """Return the number of tokens decoded so far, by replica; the last known one if it does not answer within_s."""
 
     @abstractmethod
     def close(self) -> None:

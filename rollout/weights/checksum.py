@@ -73,7 +73,8 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 
 
 def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
-    """Return a block's share of the checksum of a tensor of this shape. block: its values at `at`, [matrices, rows, columns].
+    """Return a block's share of the checksum of a tensor of this shape. block: its values in the
+    box `at`, [matrices, rows, columns].
 
     Raises ValueError: the block begins or ends within an 8-byte word, whose sum also needs its neighbours.
     """

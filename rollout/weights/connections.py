@@ -59,7 +59,7 @@ class TransferBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Meeting point of trainer ranks and engine shards. session: changes when they must reconnect.
+    """Meeting point of trainer ranks and engine shards. session: random id; a new one when they must reconnect.
 
     num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: time limit of every wait; a longer one aborts the transfer.
@@ -101,8 +101,10 @@ def site_of(device: torch.device) -> str:
 
 
 def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
-    """Return for each engine shard the trainer rank that shares memory with it: on a GPU, one on the same GPU; on CPUs, round
-    robin.
+    """Return for each engine shard its relay: the trainer rank that shares memory with it.
+
+    A relay is on the shard's GPU, or without GPUs on its host; several ranks there take turns. ranks, shards: site of each
+    (site_of).
 
     Raises RuntimeError: a shard has no trainer rank on its GPU or host.
     """
@@ -125,7 +127,7 @@ class TransferStore:
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
-        """Connect to the store. server: the store itself, on rank 0."""
+        """Connect to the store. server: the store itself, in the process of rank 0; None elsewhere."""
         self.rendezvous = rendezvous
         self._keys = PrefixStore(rendezvous.session, server or rendezvous.client())
 

@@ -102,8 +102,8 @@ class WeightReceiver:
     ) -> Mapping[str, tuple[int, ...]]:
         """Receive every bucket of the plan and write it to the targets; return {fused tensor: shape}.
 
-        target: returns the tensor of a fused name, which may have more rows (padding) than are sent. Scratch memory for a
-        Converted one is at most a bucket, or one matrix if that is larger.
+        target: returns the tensor of a fused name, which may have more rows (padding) than are sent. The scratch memory
+        of a Converted target is at most a bucket, or one matrix if that is larger.
 
         Raises:
             ValueError: a target is missing or has a wrong shape; nothing was received.
@@ -295,7 +295,7 @@ class DirectSender(ABC):
         host: str = "127.0.0.1",
         sends_deltas: bool = False,
     ) -> None:
-        """Create the sender. host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
+        """Create the sender. host: rank 0's address for engines; used on rank 0. timeout_s: time limit of a wait."""
         self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
         self._max_elements = bucket_bytes // dtype.itemsize  # elements of a bucket
@@ -476,8 +476,7 @@ class GroupSender(DirectSender):
         self.traffic.add(Traffic(message.nbytes, flat.nbytes))
 
     def _delta(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor) -> Tensor:
-        """Return the message for a bucket with the elements `flat`: the changed elements, or the whole bucket if that is
-        shorter."""
+        """Return the message for a bucket: its changed elements, or all of them (`flat`) if that is shorter."""
         masks, at = [], 0
         for piece in bucket.pieces:
             last = self._part(piece, held, self._last.__getitem__)

@@ -134,7 +134,7 @@ class EngineShard:
     """Part `part` of a model that is split into `parts` parts; a worker of an engine holds it. Default: the whole model.
 
     kv_parts: number of parts of the key and value heads; it is less than `parts` if several parts hold the same head.
-    spreads_experts: each expert is whole in one part, instead of split over all.
+    spreads_experts: True if each expert is whole in one part, instead of split over all parts.
     """
 
     part: int = 0
@@ -346,8 +346,8 @@ def plan_buckets(
 ) -> list[WeightBucket]:
     """Group the pieces into buckets of at most max_elements values, in the order that all sides follow.
 
-    layouts: one per engine shard. A shard receives consecutive portions of at most max_elements values together, or a larger one
-    alone.
+    layouts: one per engine shard. A shard receives consecutive portions together if they have at most max_elements values in all,
+    and a larger portion alone.
 
     Raises ValueError: a bucket has no room for one row of a piece.
     """
