@@ -185,9 +185,14 @@ def pick(
 ) -> list[Sample]:
     """Pick at most num_picks different samples, sorted by uid, independent of the candidates' order.
 
-    Right means reward.correct >= 1; one kind, right or wrong, is preferred. adaptive: preferred samples first, then the rest.
-    balanced: a sample of each kind in turn, beginning with the preferred kind. paired: equal numbers of both kinds, or no sample.
-    Ties are broken by rng.
+    A sample is right if reward.correct >= 1. Right or wrong samples are preferred (prefers_right). rule:
+
+        adaptive    preferred samples first, then the rest
+        balanced    a sample of each kind in turn, beginning with the preferred kind
+        paired      equal numbers of both kinds, or no sample
+        random      samples of any kind
+
+    Samples of the same kind are drawn by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
     rng.shuffle(pool)

@@ -35,8 +35,9 @@ _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_
 class Game(Protocol):
     """Source and sink of played episodes, and rules for decoding them.
 
-    has_segments: completions may be decoded in several requests. answers_too_long: an ask whose prompt is too long gets empty
-    completions that count as overlong; otherwise it ends without any.
+    has_segments: True if completions may be decoded in several requests.
+    answers_too_long: True if an ask whose prompt is too long gets empty completions that count as overlong; False if it ends
+        without any.
     """
 
     has_segments: bool

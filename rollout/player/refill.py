@@ -20,7 +20,7 @@ from marsrl.rollout.types import Group
 class Spread(StrEnum):
     """How the rewards of groups that are trained together differ."""
 
-    TASK = "task"  # rewards differ without penalties of form
+    TASK = "task"  # rewards differ even without penalties of form
     FORM = "form"  # rewards differ only by penalties of form
     NONE = "none"
     UNKNOWN = "unknown"  # known rewards do not differ, and others are missing
@@ -48,8 +48,8 @@ class Rest(NamedTuple):
 
 @dataclass(slots=True)
 class RefillCounts:
-    """Counts since the last batch, for rollout.refill. A live group is one whose rewards differ without penalties of
-    form (Spread.TASK); other groups are dead.
+    """Counts since the last batch, for rollout.refill. In a live group rewards differ even without penalties of form
+    (Spread.TASK); other groups are dead.
 
     problems: number of added problems. tokens: tokens decoded in counted groups of added problems.
     """

@@ -23,11 +23,11 @@ are in flight in one stage.
 With rollout.overlap > 0 the trainer trains meanwhile, and every request starts as soon as it is possible: the next segment of a
 sample when a segment ends, and the team's next asks when a sample ends. A stage does not wait for the longest samples of the
 previous one: it begins when every pool has a free slot. Stage s is over when every sample that was unfinished at its beginning
-has finished or reached the end of a segment (waiting for input is not an end); with `pipeline: trajectory`, when nothing is open.
-All groups closed since the previous stage then become batch s. So the decoder is at most rollout.overlap stages ahead of the
-trainer, and a trained sample is at most about rollout.overlap + rollout.segments versions old, because its group waits for its
-last sample. Picks made late in a stage belong to the next stage, and are one version older. With trains_whole, a sample also
-waits for the team's last call.
+has finished or reached the end of a segment (waiting for input is not an end); with `pipeline: trajectory`, when nothing is
+open. All groups closed since the previous stage then become batch s. So the decoder is at most rollout.overlap stages ahead of
+the trainer, and a trained sample is at most about rollout.overlap + rollout.segments versions old, because its group waits for
+its last sample. Asks made late in a stage belong to the next stage, and their samples are one version older. With trains_whole,
+a sample also waits for the team's last call.
 
 rollout.refill adds problems for groups without spread (refill.py). With rollout.overlap = 0 it adds them in waves: a stage that
 would end continues with the problems that are due, in the order of draws. So neither their number nor the batch depends on the
@@ -119,7 +119,7 @@ class Stages:
 
     source: source of problems; each draw of a problem is a rollout instance.
     seed: the run's seed, from which the seeds of requests and picks derive.
-    trains_whole: train the samples of a rollout instance together, with its outcomes, once the whole instance has ended.
+    trains_whole: True to train the samples of a rollout instance together, with its outcomes, once all of it has ended.
     counting: how groups are counted for rollout.refill and data.rest; None: both are off.
     """
 
