@@ -347,8 +347,8 @@ class Engine(ABC):
     def sleep(self, keeps_weights: bool) -> None:  # noqa: B027
         """Free the device's memory: move weights to the host and drop caches. Nothing may be running.
 
-        A sleeping engine serves nothing; update_weights needs its weights awake.
-        keeps_weights: False if update_weights precedes any decoding or scoring: weights may be dropped.
+        A sleeping engine serves nothing. Call wake("weights") before update_weights.
+        keeps_weights: False if update_weights comes before any decoding or scoring; the weights may then be dropped.
         """
 
     def wake(self, part: MemoryPart) -> None:  # noqa: B027

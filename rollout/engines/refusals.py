@@ -79,7 +79,7 @@ def is_this_host(address: str) -> bool:
 
 
 def address_here(host: str) -> str | None:
-    """Return the host's IP address if it is this host, so that a socket can bind to it; else None."""
+    """Return the IP address of `host` if it is this host (a socket can bind to it), else None."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as own:

@@ -101,6 +101,6 @@ def _token_ids(name: str, given: Any, agent: Agent) -> IntArray:
     if not is_ids or not given:
         raise Refused(
             400,
-            f"{name} is {json.dumps(given)[:100]}; expected token ids below {size}, or one string where strings are allowed",
+            f"{name} is {json.dumps(given)[:100]}; expected a list of token ids below {size} (a prompt may be a string)",
         )
     return np.asarray(given, np.int32)

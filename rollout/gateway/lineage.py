@@ -3,8 +3,8 @@
 A call that does not continue a sample (history.py) begins a new sample, of one of four kinds:
 
     branch       its chat begins with an answered chat: it joins the lineage of that chat, and begins with the same tokens
-    rewritten    S is the sample with the longest common prefix, and the prefix includes answers of S, or the new chat shows more
-                 answers than the first chat of S's lineage did: it joins that lineage
+    rewritten    it shares its longest prefix of tokens with a sample S, and the prefix includes answers of S, or the new chat
+                 shows more answers than the first chat of S's lineage did: it joins that lineage
     successor    its chat quotes text that an earlier answer introduced, such as a summary, and the lineage of that answer makes
                  no more calls: it joins that lineage
     root         anything else: it begins a new lineage. Its caller is the lineage that waits meanwhile: the caller's last call
@@ -224,7 +224,7 @@ class Lineages:
             )
 
     def prefers(self, ask: Ask) -> Callable[[Strand], bool]:
-        """Return a predicate, True for samples of the lineage that the call names or, without a name, of unnamed lineages."""
+        """Return a predicate: True for samples of the named lineage, or of unnamed lineages if the call names none."""
         return lambda strand: self._begun[strand].lineage.name == ask.lineage
 
     def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None = None, why: str = "") -> int | None:

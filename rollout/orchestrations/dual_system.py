@@ -103,7 +103,7 @@ class DualSystem(Orchestration):
         return _BETWEEN.join(read) or NOTHING_READ
 
     def parse(self, sample: Sample) -> Sample:
-        """Set `shown` (for System 2: the text of its current turn), and finish to WAITING if the turn has a call or no answer."""
+        """Set `shown`, for System 2 to the text of its current turn. A turn with a call or without an answer is WAITING."""
         read = super().parse(sample)
         if sample.agent == "system1" or read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
             return read

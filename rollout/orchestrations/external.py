@@ -36,8 +36,8 @@ class External(Orchestration):
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
         if not agents or not all(name.replace("-", "_").isidentifier() for name in agents):
             raise ValueError(
-                f"agents names {', '.join(agents) or 'none'}, but orchestration=external takes its agents from there; "
-                "expected at least one, with letters, digits, _ and - in its name, which programs send as the model"
+                f"agents names {', '.join(agents) or 'none'}; with orchestration=external, expected at least one agent, with a "
+                "name of letters, digits, _ and -, which programs send as the model"
             )
         for name, agent in agents.items():
             if given := [key for key in ("system", "suffix") if getattr(agent, key) is not None]:

@@ -321,7 +321,7 @@ class Player:
         return Finish.UNFINISHED
 
     def _end(self, ended: Sequence[Completion]) -> None:
-        """Judge the samples of completions that have ended, and let paused ones wait."""
+        """Judge completions that have ended, and let those wait whose next input is missing."""
         unjudged = []
         for completion in ended:
             if self._sessions is not None and self._sessions.hold(completion):

@@ -45,7 +45,7 @@ class Lost:
 
 
 def timed(function: Callable[[], Any]) -> Timed:
-    """Call the function and measure its times."""
+    """Call the function and record when it starts and ends."""
     start = time.time()
     return Timed(function(), start, time.time())
 

@@ -113,8 +113,8 @@ def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
         beside = [rank for rank, site in enumerate(ranks) if site == shard]
         if not beside:
             raise RuntimeError(
-                f"sync.backend=ipc: engine shard {number} is on {shard}, which has no trainer rank ({list(ranks)}); CUDA "
-                "IPC needs two processes on one GPU: set sync.backend=nccl, or place engines on the trainer's GPUs"
+                f"sync.backend=ipc: engine shard {number} is on {shard}, which has no trainer rank (ranks are on {list(ranks)}); "
+                "CUDA IPC needs two processes on one GPU: set sync.backend=nccl, or place engines on the trainer's GPUs"
             )
         relays.append(beside[number % len(beside)])
     return relays
@@ -367,6 +367,6 @@ Connection = GroupConnection | SharedBuffer
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for the device: the other side reads memory, not streams."""
+    """Synchronise with the device, because the other side does not wait for this process's streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

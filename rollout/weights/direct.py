@@ -162,7 +162,7 @@ class _Scratch:
         self._missing: dict[int, int] = {}  # number of elements that each portion still lacks, by first matrix
 
     def of(self, box: Box) -> Tensor:
-        """Return the scratch memory for the numbers of a box, which lies in one portion. The caller writes all of them."""
+        """Return the scratch memory of a box, which lies in one portion. The caller must write all of its elements."""
         first = box.start[0] // self._step * self._step
         portion = self._whole.cut(0, first, first + self._step).overlap(self._whole)
         if first not in self._begun:
@@ -189,7 +189,10 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor | _Scratch]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first, end, target [matrices, rows, columns]) for ranges of the bucket; a tied embedding has two targets."""
+    """Yield (first, end, view): elements first to end of the bucket belong in this view of a target.
+
+    Views are [matrices, rows, columns]. A tied embedding has two targets.
+    """
     end = 0
     for piece in bucket.pieces:
         first, end = end, end + piece.box.num_elements
@@ -252,8 +255,8 @@ class Ranks:
 class Traffic:
     """Statistics of a transfer.
 
-    num_bytes: bytes sent, without messages' lengths. whole_bytes: size of all weights in bytes. num_changed, num_compared:
-    numbers of changed and of compared elements; 0 if everything was sent without a comparison.
+    num_bytes: bytes sent, not counting the lengths that precede messages. whole_bytes: size of all weights in bytes.
+    num_changed, num_compared: numbers of changed and of compared elements; 0 if everything was sent without a comparison.
     """
 
     num_bytes: int = 0

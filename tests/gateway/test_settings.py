@@ -29,7 +29,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
         (["external={command: ['true']}"], "orchestration is verifier_corrector, but the section external is set"),
         (
             ["task=arithmetic", "orchestration=external", "external={command: ['true']}"],
-            "agents names none, but .*; expected at least one",
+            "agents names none; .*expected at least one",
         ),
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
         ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "set exactly one of the first three"),
@@ -38,7 +38,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
         (
             ["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"],
-            "agents names a/b, but .*; expected at least one, with letters, digits, _ and -",
+            "agents names a/b; .*expected at least one agent, with a name of letters, digits, _ and -",
         ),
     ],
 )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class WorkerExtension:
-    """Methods mixed into vLLM's worker. Their arguments are paths, never tensors."""
+    """Methods mixed into vLLM's worker. Their arguments are small (paths, plans, keys), never tensors."""
 
     model_runner: Any
     vllm_config: Any
@@ -212,7 +212,7 @@ def _with_the_rest(model: nn.Module, sent: dict[str, int]) -> dict[str, int]:
 
 
 def _our_name(name: str) -> str:
-    """Convert vLLM's parameter name to our layout: vLLM wraps experts and adapted layers in modules."""
+    """Convert vLLM's parameter name to our layout: drop the modules in which vLLM wraps experts and adapted layers."""
     return name.replace(".base_layer.", ".").replace(".mlp.experts.routed_experts.", ".mlp.experts.")
 
 
