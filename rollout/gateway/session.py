@@ -157,7 +157,7 @@ class Session:
         self._note_read(self._answered[task.result().id])
 
     def end(self, report: Mapping[str, Any]) -> ToolOutput:
-        """End the session with its worker's report, {reward | rewards | answer | error}; an invalid report is an error."""
+        """End the session with its worker's report, {reward | rewards | answer | error}. An invalid report counts as an error."""
         seconds = self.clock() - self.began_s
         try:
             if report.get("error") is not None:

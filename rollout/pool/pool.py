@@ -191,7 +191,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._ask("update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost)
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Record the weights that the trainer's ranks sent to all, for new replicas. checksums: for each shard of an engine."""
+        """Record weights that the trainer's ranks have sent, for new replicas. checksums: {tensor: checksum} of each shard."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 

@@ -103,8 +103,8 @@ def site_of(device: torch.device) -> str:
 def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
     """Return for each engine shard its relay: the trainer rank that shares memory with it.
 
-    A relay is on the shard's GPU, or without GPUs on its host; several ranks there take turns. ranks, shards: site of each
-    (site_of).
+    The relay is a rank on the shard's GPU (without GPUs, on its host); if there are several, shards take turns among them.
+    ranks, shards: sites (site_of) of the trainer ranks and of the shards.
 
     Raises RuntimeError: a shard has no trainer rank on its GPU or host.
     """

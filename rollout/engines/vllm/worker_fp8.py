@@ -51,7 +51,7 @@ def is_fp8(module: Any, attribute: str) -> bool:
 
 
 def holds(module: Any, attribute: str, received: Tensor) -> bool:
-    """Return True if the layer's numbers and scales are, byte for byte, those of the received weight in its kernel's form."""
+    """Return True if the layer holds, byte for byte, the received weight as rounded and converted for its kernel."""
     held = _of_layer(module, attribute)
     whole = _padded(received, _held_shape(received.shape, attribute), attribute)
     return all(map(_same_bytes, _laid_out(module, *quantised(whole)), held))
