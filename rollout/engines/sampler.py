@@ -89,8 +89,10 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
 
 
 def kept_ids(scaled: Tensor, rows: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-    """Return the tokens that could be drawn in each of these rows of `scaled` [B, V] (from `truncated`), ascending, on the
-    host."""
+    """Return, on the host, the ascending ids of the tokens that can be drawn in each of these rows.
+
+    scaled: [B, V] float32, from `truncated`.
+    """
     is_kept = (scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]) > -torch.inf
     counts = is_kept.sum(-1).cpu().numpy()
     ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)

@@ -270,7 +270,7 @@ class Lineages:
         if ask.messages:
             self._begun[strand].lineage.chat = [*ask.messages, message]
         text = message["content"].rpartition(THINK_CLOSE)[2].strip()
-        if len(text) >= _PIECE:  # Excerpts are searched, because programs take summaries out of tags, or cut them.
+        if len(text) >= _PIECE:  # Excerpts, because programs take summaries out of tags, or cut them.
             starts = (0, (len(text) - _PIECE) // 2, len(text) - _PIECE)
             self._latest.append((number, ask, [text[start : start + _PIECE] for start in starts]))
 
@@ -315,8 +315,9 @@ class Lineages:
     def _waits(self, calls: Sequence[int], started: Sequence[int]) -> int | None:
         """Return the call in `calls` that may have started the calls in `started`, else None.
 
-        calls: calls of the lineage that may be the caller. started: calls of the lineage that it may have started. The last call
-        in `calls` before started[0] is returned if it was answered by then, and if the next one comes after started[-1].
+        calls: calls of the lineage that may be the caller. started: calls of the lineage that it may have started.
+
+        Returns the last call in `calls` before started[0], if it was answered by then and the next one comes after started[-1].
         """
         place = bisect_left(calls, started[0])
         is_answered = self._answered.get(calls[place - 1], started[0] + 1) <= started[0]

@@ -95,7 +95,7 @@ class VerifierCorrector(Orchestration):
         }
 
     def is_eligible(self, sample: Sample, for_agent: str) -> bool:
-        """Return True if `for_agent` may get this sample as input: finished, parsable, rewarded; for a Corrector: flagged wrong.
+        """Return True if `for_agent` may read this sample: finished, parsable, rewarded; for a Corrector, a rejecting report.
 
         With agents.<name>.pick_unparsable, also a sample with text but without answer or verdict.
         """

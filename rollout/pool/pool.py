@@ -331,7 +331,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return [scores[i] for i in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Have every replica load new weights; return the serving replicas' reports, in order, once all hold them."""
+        """Have every replica load new weights; return the serving replicas' receipts, in order, once all hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
         self._wake("weights")
         receipts = self._call("update_weights", (update,))
@@ -340,7 +340,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return receipts
 
     def update_adapters(self, updates: Sequence[AdapterUpdate]) -> list[list[WeightReceipt]]:
-        """Have every replica load new weights of adapters, in one call; return the serving replicas' reports for each adapter.
+        """Have every replica load new weights of adapters, in one call; return the serving replicas' receipts for each adapter.
 
         These adapters' requests must be drained; others continue, and their cached prefixes stay.
         """

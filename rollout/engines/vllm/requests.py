@@ -103,8 +103,8 @@ def why_not_drawn(request: DecodeRequest, records: Records) -> str:
         return f"temperature is {temperature}, but vLLM's sampler raises it to {COLDEST}"
     if records.kept_tokens and temperature == 0:
         return "temperature is 0, but a vLLM engine that returns kept tokens needs a temperature above 0"
-    assert records.kept_tokens or not request.sampling.records_kept, "the engine was started to record kept tokens"
-    assert records.experts or request.experts_from is None, "the engine was started to record experts"
+    assert records.kept_tokens or not request.sampling.records_kept, "the engine was not started to record kept tokens"
+    assert records.experts or request.experts_from is None, "the engine was not started to record experts"
     return ""
 
 
