@@ -493,7 +493,7 @@ class GroupSender(DirectSender):
 
 
 class SharedSender(DirectSender):
-    """Sender through memory that an engine shard shares with the rank on its GPU, its relay (a file without CUDA)."""
+    """Sender through memory that each engine shard shares with its relay, a rank on its GPU (without CUDA: a file)."""
 
     kind = "ipc"
     _relays: Sequence[int] = ()  # rank of each shard's relay; empty if the transfer broke earlier

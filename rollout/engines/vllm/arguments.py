@@ -23,7 +23,7 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 
 _BLOCK_CPU = 32  # tokens of a KV block: CPU kernels need a multiple of 32; larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # slot ranks for which vLLM 0.32 has kernels
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of LoRA slots for which vLLM 0.32 has kernels
 _MODULES: dict[Target, tuple[str, ...]] = {
     "attention": ("qkv_proj", "o_proj"),
     "mlp": ("gate_up_proj", "down_proj"),
@@ -77,7 +77,7 @@ def vllm_environment(
 ) -> dict[str, str]:
     """Return environment variables for a VllmEngine on "cpu" or "cuda": vLLM's core in-process, no network, no telemetry.
 
-    quantises: vLLM rounds weights to FP8. The user's VLLM_LOGGING_LEVEL is kept.
+    quantises: True if vLLM rounds weights to FP8. The user's VLLM_LOGGING_LEVEL is kept.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -93,8 +93,8 @@ def vllm_environment(
     else:
         # Set explicitly, so that vLLM never falls back silently. V2 rejects DrawTokens, a V1 logits processor.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
-        # FlashInfer's sampler is not needed, but V1's warm-up would compile its kernel with nvcc. DrawTokens draws by itself,
-        # and V2's draws, which return log-probs of the truncated distribution, do not use it.
+        # No request would use FlashInfer's sampler: DrawTokens draws by itself, and V2 does not use it for draws that return
+        # log-probs of the truncated distribution. But V1's warm-up would compile its kernel with nvcc.
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if quantises:
             # DeepGEMM would round scales to powers of two, and then round weights again.
@@ -157,7 +157,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if sampler == "marsrl":
         arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
         if device == "cuda":
-            # Off, as on CPUs, where DrawTokens is tested. V1 waits for a logits processor's tokens anyway.
+            # Off, as on CPUs, where DrawTokens is tested. V1 would wait for a logits processor's tokens anyway.
             arguments["async_scheduling"] = False
         return arguments
     arguments = {"logprobs_mode": "processed_logprobs"}  # log-probs of the truncated distribution

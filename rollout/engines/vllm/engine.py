@@ -409,7 +409,7 @@ class VllmEngine(Engine):
         return end is not None
 
     def _give_up(self) -> list[DecodeResult]:
-        """Return results of the aborted requests so far. The engine stays usable."""
+        """Remove aborted requests, and return their results with the tokens decoded so far."""
         results: list[DecodeResult] = []
         while self._aborts:
             adapter = self._aborts.popleft()
@@ -433,12 +433,12 @@ class VllmEngine(Engine):
         return [running.request for running in self._under_way.values()]
 
     def _settle(self) -> None:
-        """Once requests have ended, finish the step that async scheduling has started ahead."""
+        """Finish the step that async scheduling has started ahead; called once requests have ended."""
         while self._core.engine_core.batch_queue:
             self._core.get_output()
 
     def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """Return (log-probs [n], nats, kept tokens if requested) of each request."""
+        """Return (log-probs [n] in nats, kept tokens or None) of each request."""
         if self._draws == "engine":
             return [
                 (

@@ -1,4 +1,4 @@
-"""Builder of requests for vLLM's core, which replaces LLMEngine.add_request, and readers of the core's outputs.
+"""Builder of requests for vLLM's core, in place of LLMEngine.add_request, and readers of the core's outputs.
 
 vLLM draws with noise that depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request
 has a generator with that seed. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
@@ -149,7 +149,7 @@ class Scored:
     """
 
     def __init__(self, sequences: dict[str, IntArray], *, by_prefill: bool, top_k: int | None) -> None:
-        """Create from the token ids [N] of each sequence, by vLLM's request id."""
+        """Create without outputs. sequences: token ids [N] of each sequence, by vLLM's request id."""
         self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
         self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
 

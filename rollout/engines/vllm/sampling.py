@@ -74,7 +74,7 @@ class _Batch:
 
 
 class _Alive:
-    """Live requests, each with a slot; slots are added on demand.
+    """Live requests, each with a slot: a row of `logprobs`. Rows are added on demand.
 
     logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests
     that record them.
@@ -84,7 +84,7 @@ class _Alive:
         """Create without requests. longest: maximum tokens of a completion."""
         self.logprobs = torch.zeros(0, longest, device=device)
         self.kept: dict[int, list[IntArray]] = {}
-        self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
+        self._slots: dict[str, int] = {}  # slot by key, until the request's log-probs are taken
         self._free: list[int] = []
 
     def slot(self, key: str) -> int:

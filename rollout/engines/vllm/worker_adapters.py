@@ -34,7 +34,7 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
 
 
 def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (adapted matrix, A [r, in], B [out, r]) of a slot with rank r, for each matrix fused into the module."""
+    """Yield (name, A [r, in], B [out, r]) of a slot for each matrix fused into the module; r is the slot's rank."""
     if not hasattr(module, "w13_lora_a_stacked"):
         parts = manager.packed_modules.get(name, [name])
         for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
@@ -54,7 +54,7 @@ def repair_mixed_batches() -> None:
     """Patch batches that mix tokens with and without adapters; consecutive tokens of one adapter share a GEMM.
 
     vLLM 0.32 indexes A and B by each token's slot, which is -1 without an adapter: in a mixed batch, such tokens get the last
-    slot's adapter (lora/ops/torch_ops/lora_ops.py). Its GPU kernels skip them.
+    slot's adapter (lora/ops/torch_ops/lora_ops.py). vLLM's GPU kernels skip these tokens.
     """
     from vllm.lora.punica_wrapper import punica_cpu
 
