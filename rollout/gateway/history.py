@@ -104,7 +104,7 @@ class History:
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # ends of answers, by digest of the chat
     # Samples of clients that send prompts as tokens or text, by agent.
     _strands: dict[str, list[Strand]] = field(default_factory=dict)
-    _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
+    _issued: set[str] = field(default_factory=set)  # ids of the tool calls in all answers
 
     def find(
         self,

@@ -355,7 +355,7 @@ class Stages:
         self._awaited.append(self._in_play())
 
     def _in_play(self) -> set[Completion | str]:
-        """Return the unfinished completions, or ids of programs' episodes, that a stage begun now waits for."""
+        """Return what a stage that begins now waits for: unfinished completions, or ids of programs' episodes."""
         if self._plays_sessions:
             return {name for instance in self.state.instances.values() for name in instance.episodes}
         return set(self._unfinished())
