@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,13 +417,17 @@ def test_vllm_has_slots_for_the_file_of_any_expert_rank(
     PEFTHelper.from_local_dir(str(folder), None).validate_legal(SimpleNamespace(max_lora_rank=slots))
 
 
-def test_start_adapters_load_at_once_and_others_start_bare(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["local", "vllm"])
+def test_start_adapters_load_at_once_and_others_start_bare(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("qwen3")
     folder = save_adapter(model, tmp_path / "a", CONFIG)
     adapters = {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG}
-    engine = LocalEngine(spec_of(model, adapters=adapters))
     asks = asks_of({}, "a", "b", "")
-    results = decoded(engine, asks)
+    engine: Any = (
+        LocalEngine(spec_of(model, adapters=adapters)) if kind == "local" else vllm_of(model, {}, adapters=adapters)
+    )
+    with closing(engine):
+        results = decoded(engine, asks)
     assert {result.finish for result in results} == {Finish.LENGTH}
     assert_decoded_with(model, {"a": folder}, asks, results)
 

@@ -314,8 +314,7 @@ class VllmEngine(Engine):
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            # Raise KeyError for an adapter that was never loaded. With None, the base model would answer instead.
-            adapter = self._adapters[request.adapter] if request.adapter else None
+            adapter = self._adapters.get(request.adapter)  # None: the bare weights, which an adapter's version 0 may be
             self._core.add_request(self._maker.made(key, request, adapter))
             self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
