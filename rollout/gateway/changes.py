@@ -44,7 +44,7 @@ def first_change(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> s
 
 def kind_of(change: str) -> str:
     """Return a change's description without position and quoted words, so that equal kinds are counted together."""
-    return re.split(" at character |: ", change)[0]
+    return re.split(" at character | after token |: ", change)[0]
 
 
 def _form(message: ChatMessage) -> tuple[str, str, Sequence[Any]]:

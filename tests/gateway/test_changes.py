@@ -59,6 +59,7 @@ def test_equal_changes_at_other_places_are_of_one_kind() -> None:
     kinds = {kind_of(f"the system prompt changes at character {n}: '10:0{n}', 'x: y'") for n in range(9)}
     assert kinds == {"the system prompt changes"}
     assert kind_of("a user's message is left out: 'It is'") == "a user's message is left out"
+    assert kind_of("the prompt changes after token 17") == "the prompt changes"
 
 
 def test_a_description_is_short_whatever_the_chat_holds() -> None:
