@@ -384,7 +384,7 @@ class RolloutConfig(Settings):
     max_error_share: PositiveShare = 0.5
     """maximum share of a step's samples and episodes that end in an error (engine or team code); beyond it the run stops"""
     max_request_attempts: Count = 3
-    """number of engines that may be lost while serving a request; then its sample ends as an error"""
+    """number of lost engines after which a request is retried alone; if it was alone already, its sample ends as an error"""
     vllm: VllmOptions = VllmOptions()
     local: LocalOptions = LocalOptions()
 

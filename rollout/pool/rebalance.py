@@ -108,7 +108,7 @@ class Rebalancer:
         return self._move is not None and self._num_stages >= _STAGES
 
     def take_moves(self) -> int:
-        """Return the number of engines moved since the last call."""
+        """Return the number of moves since the last call; each stops one engine."""
         num, self._num_moves = self._num_moves, 0
         return num
 
