@@ -65,11 +65,11 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
 ]
 
 
-@pytest.mark.parametrize(("agent", "said", "solution", "judged", "expected"), REWARDS)
+@pytest.mark.parametrize(("agent", "output", "solution", "judged", "expected"), REWARDS)
 def test_each_agent_is_rewarded_for_its_own_output_if_known(
-    agent: str, said: dict[str, Any], solution: Reward, judged: Reward | None, expected: Reward | str
+    agent: str, output: dict[str, Any], solution: Reward, judged: Reward | None, expected: Reward | str
 ) -> None:
-    reward = TEAM.reward(*showing(sample("s", reward=solution), agent=agent), sample("x", agent, **said), judged)
+    reward = TEAM.reward(*showing(sample("s", reward=solution), agent=agent), sample("x", agent, **output), judged)
     if isinstance(expected, Reward):
         assert reward == expected
         return
@@ -202,16 +202,16 @@ HANDED_ON: list[
 ]
 
 
-@pytest.mark.parametrize(("agent", "said", "by_itself", "asked_for"), HANDED_ON)
+@pytest.mark.parametrize(("agent", "output", "by_itself", "asked_for"), HANDED_ON)
 def test_unparsable_outputs_are_handed_on_only_if_configured(
-    agent: str, said: Sample, by_itself: bool, asked_for: bool
+    agent: str, output: Sample, by_itself: bool, asked_for: bool
 ) -> None:
     """Unfinished outputs, and outputs without a reward, are never handed on."""
     asks_all = {agent: AgentConfig(pick_unparsable=True)}
-    assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
-    if said.uid == "no verdict":  # not handed on if a missing verdict counts as acceptance
+    assert (TEAM.is_eligible(output, agent), five(asks_all).is_eligible(output, agent)) == (by_itself, asked_for)
+    if output.uid == "no verdict":  # not handed on if a missing verdict counts as acceptance
         accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
-        assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
+        assert not five(asks_all | accepts).is_eligible(replace(output, agent="verifier1"), agent)
 
 
 def test_each_agent_gets_inputs_picked_by_its_own_rule() -> None:
@@ -240,23 +240,23 @@ def test_an_outcome_is_the_mean_correctness_of_the_leaves() -> None:
     episode, _ = answered(team, solved, reports, mended)
     handed_on = [ask.parent_uid for ask in episode.asks.values() if ask.agent == "verifier1"]
     assert sorted(map(str, handed_on)) == ["r/solver:0", "r/solver:1"]  # the third sample has no reward
-    found = {uid.removeprefix("r/"): value for uid, value in team.outcomes(episode).items()}
-    judged = next(uid for uid in found if uid.endswith("verifier1:1")).partition("/")[0]
+    outcomes = {uid.removeprefix("r/"): value for uid, value in team.outcomes(episode).items()}
+    judged = next(uid for uid in outcomes if uid.endswith("verifier1:1")).partition("/")[0]
     report = f"{judged}/verifier1:1"
     truth = {"solver:0": 1.0, "solver:1": 0.0}
     # A leaf's value is the correctness of the solution that it judged.
-    assert found[f"{judged}/verifier1:0"] == truth[judged]
-    assert found[f"{report}/corrector1:0"] == 1.0 and found[f"{report}/corrector1:1"] == 0.0
-    assert found[f"{judged}/verifier1:2"] == 0.25  # this leaf judged no solution, so its own value counts
-    assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
-    assert math.isnan(found["solver:2"])
+    assert outcomes[f"{judged}/verifier1:0"] == truth[judged]
+    assert outcomes[f"{report}/corrector1:0"] == 1.0 and outcomes[f"{report}/corrector1:1"] == 0.0
+    assert outcomes[f"{judged}/verifier1:2"] == 0.25  # this leaf judged no solution, so its own value counts
+    assert outcomes[report] == 0.5 and outcomes[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
+    assert math.isnan(outcomes["solver:2"])
     # Leaves without a judgement are left out.
     episode, _ = answered(TEAM, [sample("s", **RIGHT)], [sample("v0", verdict=True, correct=1.0), sample("v1")])
     *known, unknown = TEAM.outcomes(episode).values()
     assert known == [1.0, 1.0] and math.isnan(unknown)
 
 
-def test_an_agent_that_the_team_has_not_is_named() -> None:
+def test_an_unknown_agent_is_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="has no agent 'solvr'; expected one of solver, verifier1"):
         TEAM.parse(sample("s", "solvr"))
 
@@ -317,12 +317,12 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("letters", "rules", "place"), TRANSCRIPTS)
-def test_a_transcript_ends_as_worked_out_by_hand(letters: str, rules: dict[str, str | int], place: int) -> None:
+@pytest.mark.parametrize(("letters", "rules", "expected"), TRANSCRIPTS)
+def test_a_transcript_ends_as_worked_out_by_hand(letters: str, rules: dict[str, str | int], expected: int) -> None:
     team, episode, whole = transcript(letters, **rules)
     loop = team.loop(episode)
     assert loop.final is not None and team.outcome(episode) is loop.final
-    assert place == (whole.index(loop.final.uid) + 1 if loop.final.uid in whole else 0)
+    assert expected == (whole.index(loop.final.uid) + 1 if loop.final.uid in whole else 0)
     assert episode.enter(team.follow(episode))[0] == [] and loop.num_iterations == sum(map(letters.count, "CWnT"))
     assert sum(each.num_correct for each in loop.candidates) == letters.count("C")
     assert sum(each.num_verdicts for each in loop.candidates) == sum(map(letters.count, "CWn"))
@@ -359,12 +359,12 @@ def test_missing_verdict_correct_accepts_but_earns_no_reward() -> None:
 
 
 def test_answers_are_read_by_the_parser_that_is_set() -> None:
-    said, boxed = (sample("s:0", text=text) for text in ("So the answer is 7.", "\\boxed{7}"))
+    sentence, boxed = (sample("s:0", text=text) for text in ("So the answer is 7.", "\\boxed{7}"))
     for parser, without_box in (("strict", "7"), ("final_answer", "7"), ("boxed", None)):
         team = five({"solver": AgentConfig(parser=parser)})  # type: ignore[arg-type]  # a literal
-        assert (team.parse(said).answer, team.parse(boxed).answer) == (without_box, "7")
+        assert (team.parse(sentence).answer, team.parse(boxed).answer) == (without_box, "7")
     asked = build_orchestration("solver", {"solver": AgentConfig(parser="final_answer")}, "qa")
-    assert asked.parse(said).answer == "7"
+    assert asked.parse(sentence).answer == "7"
     with pytest.raises(
         ValueError, match=r"^agents.verifier1.parser is boxed, which reads answers, but verifier1 gives none"
     ):

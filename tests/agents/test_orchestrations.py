@@ -93,21 +93,21 @@ SOLVED: list[tuple[int, list[str], list[float], bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("loops", "said", "rewards", "is_right"), SOLVED)
+@pytest.mark.parametrize(("loops", "texts", "rewards", "is_right"), SOLVED)
 def test_a_solver_repeats_until_approval_and_the_last_counts(
-    loops: int, said: list[str], rewards: list[float], is_right: bool
+    loops: int, texts: list[str], rewards: list[float], is_right: bool
 ) -> None:
     team = solver_verifier(loops)
-    episode = play(team, script(*said))
+    episode = play(team, script(*texts))
     asks = list(episode.asks.values())
-    assert [ask.group for ask in asks] == [f"000001/{('solver', 'verifier')[i % 2]}" for i in range(len(said))]
+    assert [ask.group for ask in asks] == [f"000001/{('solver', 'verifier')[i % 2]}" for i in range(len(texts))]
     read = [
-        f"grade | a 3 b *7 \n {text}" if i % 2 == 0 else f"a 3 b *7 | {said[i - 1]} | {text} fix"
-        for i, text in enumerate(said)
+        f"grade | a 3 b *7 \n {text}" if i % 2 == 0 else f"a 3 b *7 | {texts[i - 1]} | {text} fix"
+        for i, text in enumerate(texts)
     ]
     assert [words(team, episode, ask) for ask in asks] == ["a 3 b *7", *read[:-1]]
     assert [sample.reward.value for (sample,) in episode.answers.values()] == rewards
-    outcome, last = team.outcome(episode), said[(len(said) - 1) // 2 * 2]
+    outcome, last = team.outcome(episode), texts[(len(texts) - 1) // 2 * 2]
     assert outcome is not None and outcome.shown == last
     assert team.outcomes(episode) == {f"{ask.id}:0": float(is_right) for ask in asks}
 
@@ -127,12 +127,12 @@ def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
         agents = {"solver": AgentConfig(prompt="drmas_math"), "verifier": AgentConfig(prompt="drmas_math", **verifier)}
         return build_orchestration("solver_verifier", agents, "math")
 
-    said = ["it is \\boxed{2}", "<think>hm</think> step 1 <verify> reject </verify>", "then \\boxed{1}"]
+    texts = ["it is \\boxed{2}", "<think>hm</think> step 1 <verify> reject </verify>", "then \\boxed{1}"]
     for parser, read in (
         ("strict", "step 1 <verify> reject </verify>"),
         ("compat", "<think>hm</think> step 1 <verify>reject</verify>"),
     ):
-        episode = play(team(parser=parser), script(*said))
+        episode = play(team(parser=parser), script(*texts))
         first, judged, second = (words(team(parser=parser), episode, ask) for ask in episode.asks.values())
         assert "a 3 b *7" in first and "said so far" not in first and "You are the Solver" in first
         assert "it is \\boxed{2}" in judged and "<verify>reject</verify> if" in judged
@@ -304,11 +304,11 @@ REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] =
 ]
 
 
-@pytest.mark.parametrize(("team", "agents", "prompts", "options", "said"), REFUSED)
-def test_a_name_or_an_option_that_is_none_is_refused(
-    team: str, agents: dict[str, AgentConfig], prompts: str, options: dict[str, object], said: str, tmp_path: Path
+@pytest.mark.parametrize(("team", "agents", "prompts", "options", "message"), REFUSED)
+def test_unknown_names_and_invalid_options_are_refused(
+    team: str, agents: dict[str, AgentConfig], prompts: str, options: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     os.chdir(tmp_path)
     Path("my_team.py").write_text(OWN)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         build_orchestration(team, agents, prompts, options)

@@ -116,7 +116,7 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "expected"),
     [
         ("", 1, "the file is empty; expected `turns`"),
         ("turns: [\n", 2, "but found '<stream end>'"),
@@ -134,13 +134,15 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
         (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not parsed as correct"),
     ],
 )  # fmt: skip
-def test_an_error_in_a_prompt_file_is_one_line_with_its_place(text: str, line: int, said: str, tmp_path: Path) -> None:
+def test_an_error_in_a_prompt_file_is_one_line_with_its_place(
+    text: str, line: int, expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
         build_orchestration("solver", {"solver": AgentConfig(prompt=str(file))}, "math")
     message = str(error.value)
-    assert message.startswith(f"agents.solver.prompt: {file}:{line}: ") and said in message and "\n" not in message
+    assert message.startswith(f"agents.solver.prompt: {file}:{line}: ") and expected in message and "\n" not in message
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -152,18 +154,18 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(SOLVER)
-    mine = AgentConfig(prompt=str(tmp_path / "mine.yaml"))
-    build_orchestration("solver", {"solver": mine}, "math")
+    config = AgentConfig(prompt=str(tmp_path / "mine.yaml"))
+    build_orchestration("solver", {"solver": config}, "math")
     for team, agent, role in (
         ("solver_verifier", "solver", "corrector"),
         ("debate", "debater", "debater"),
         ("verifier_corrector", "verifier2", "verifier"),
     ):
         with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no chat for the role {role} "):
-            build_orchestration(team, {agent: mine}, "math")
+            build_orchestration(team, {agent: config}, "math")
 
 
-def test_the_file_of_the_page_is_one() -> None:
+def test_the_prompt_file_on_the_page_can_be_parsed() -> None:
     page = (Path(__file__).parents[2] / "docs/prompts.md").read_text("utf-8").partition("## The file\n\n")[2]
     file = parse_prompts(textwrap.dedent(page.partition("\n`turns`")[0]), "page")
     assert [turn.content for turn in file.fill(Role.VERIFIER, problem="P", solution="S")][1] == "P\n\nS"
@@ -200,19 +202,21 @@ def test_an_agent_of_several_roles_has_its_words_in_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("team", "agent", "words", "said"),
+    ("team", "agent", "words", "expected"),
     [
         ("solver", "solver", {"suffix": "See {report}."}, "agents.solver.suffix: solver has no {report}; its placeholders"),
         ("solver", "solver", {"system": "A {probelm}."}, "agents.solver.system: solver has no {probelm}"),
         ("external", "clerk", {"suffix": "Hi"}, "agents.clerk.suffix is set, but with orchestration=external the program"),
     ],
 )  # fmt: skip
-def test_words_that_no_agent_could_read_are_refused(team: str, agent: str, words: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+def test_a_system_or_suffix_that_cannot_be_used_is_refused(
+    team: str, agent: str, words: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
         build_orchestration(team, {agent: AgentConfig(**words)}, "math")
 
 
-def test_a_system_turn_is_not_lost_with_what_it_must_show(tmp_path: Path) -> None:
+def test_system_may_not_replace_a_turn_that_shows_the_problem(tmp_path: Path) -> None:
     text = SOLVER.replace("    - user", '    - system: "Solve {problem}"\n    - user').replace(
         'user: "{problem}"', "user: Now."
     )
@@ -221,7 +225,7 @@ def test_a_system_turn_is_not_lost_with_what_it_must_show(tmp_path: Path) -> Non
         build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / "mine.yaml"), system="Hi")}, "math")
 
 
-def test_a_team_that_writes_its_chats_itself_shows_the_words() -> None:
+def test_a_team_that_builds_its_own_chats_must_show_system() -> None:
     class Own(Solver):
         def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
             return (Message("user", f"Q {self.settings['solver'].system}"),)
@@ -249,7 +253,7 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
 
 
 @pytest.mark.parametrize(
-    ("team", "change", "question", "found"),
+    ("team", "change", "question", "expected"),
     [
         ("solver", ("", ""), "2 + 2?", [r"the prompt of agents.solver, as solver, does not show the form of its answer, \b"]),
         ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for this form
@@ -265,15 +269,15 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
         ("search_team", ("route: verify_tag", OWN_ROUTE), "YES?", ["the prompt of agents.search, as searcher"]),
     ],
 )  # fmt: skip
-def test_agents_that_nothing_asks_for_a_form_are_named(
-    team: str, change: tuple[str, str], question: str, found: list[str], tmp_path: Path
+def test_agents_whose_prompt_lacks_the_answers_form_are_named(
+    team: str, change: tuple[str, str], question: str, expected: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "bare.yaml").write_text(BARE.replace(*change) if change[0] else BARE)
     bare = AgentConfig(prompt=str(tmp_path / "bare.yaml"))
     built = build_orchestration(team, {spec.name: bare for spec in find_orchestration(team).agents}, "math")
     problems = [Problem(f"{n}", "1 + 1?" if n == 0 else question, "2", "math") for n in range(3)]
     warnings = built.unasked(problems, {})
-    assert [warning[: len(said)] for warning, said in zip(warnings, found, strict=True)] == found
+    assert [warning[: len(said)] for warning, said in zip(warnings, expected, strict=True)] == expected
 
 
 @pytest.mark.parametrize(("task", "team"), [("math", "verifier_corrector"), ("qa", "search_team"), ("chain", "debate")])
@@ -375,11 +379,11 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "text", "found"), READ)
+@pytest.mark.parametrize(("read", "text", "expected"), READ)
 def test_a_completion_yields_only_what_its_grammar_defines(
-    read: Callable[[str], object], text: str, found: object
+    read: Callable[[str], object], text: str, expected: object
 ) -> None:
-    assert read(text) == found
+    assert read(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_a_prompt_of_the_chain_task_is_exactly_these_tokens(chain: ChatRenderer)
 def test_content_is_kept_and_makes_no_control_token(renderer: ChatRenderer, chain: ChatRenderer, content: str) -> None:
     plain = [Message("user", "3"), Message("assistant", "4"), Message("user", "5")]
     hostile = [Message(turn.role, content) for turn in plain]
-    for each, controls in ((renderer, range(256, 320)), (chain, range(5))):
-        expected = [i for i in each.render(plain)[0] if i in controls]
-        assert [i for i in each.render(hostile)[0] if i in controls] == expected
+    for chat_renderer, controls in ((renderer, range(256, 320)), (chain, range(5))):
+        expected = [i for i in chat_renderer.render(plain)[0] if i in controls]
+        assert [i for i in chat_renderer.render(hostile)[0] if i in controls] == expected
     ids, text = renderer.render([Message("user", content)])
     assert renderer.decode(ids) == text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -131,24 +131,24 @@ def test_a_cut_prompt_keeps_the_template_and_all_that_fits(
     renderer: ChatRenderer, chain: ChatRenderer, cut: Literal["middle", "left"]
 ) -> None:
     rng = random.Random(f"cut {cut}")
-    for each, controls in ((renderer, range(256, 320)), (chain, range(5))):
+    for chat_renderer, controls in ((renderer, range(256, 320)), (chain, range(5))):
         for _ in range(60):
             texts = ["".join(rng.choices([*CONTENTS, "Answer: 3 ", "☃"], k=rng.randint(0, 9))) for _ in range(3)]
             messages = [Message(role, text) for role, text in zip(("system", "user", "assistant"), texts, strict=True)]
-            template = len(each.render([replace(message, content="") for message in messages])[0])
-            sizes = [len(each.completion_ids(text)) for text in texts]
+            template = len(chat_renderer.render([replace(message, content="") for message in messages])[0])
+            sizes = [len(chat_renderer.completion_ids(text)) for text in texts]
             most = rng.randint(1, template + sum(sizes) + 3)
-            rendered = each.render_cut(messages, most, cut)
+            rendered = chat_renderer.render_cut(messages, most, cut)
             if most <= template:
                 assert rendered is None
                 continue
             assert rendered is not None
             ids, text = rendered
             assert len(ids) == min(most, template + sum(sizes))  # cut to exactly the limit, or complete
-            whole = each.render(messages)[0]
+            whole = chat_renderer.render(messages)[0]
             assert [i for i in ids if i in controls] == [i for i in whole if i in controls]
             if most >= template + sum(sizes):
-                assert ids.tolist() == whole.tolist() and text == each.render(messages)[1]
+                assert ids.tolist() == whole.tolist() and text == chat_renderer.render(messages)[1]
 
 
 def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_ids_above_a_gap_count_as_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", *SPACES])
-def test_a_server_makes_the_prompt_s_tokens_of_its_text(kind: str, tmp_path: Path) -> None:
+def test_a_server_turns_the_prompts_text_into_its_tokens(kind: str, tmp_path: Path) -> None:
     """A server that gets a text adds BOS to it, as tokenizers do by default."""
     folder = published(kind, tmp_path)
     renderer, server = ChatRenderer(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))

@@ -90,9 +90,9 @@ def test_a_prompt_is_what_the_template_alone_renders(
 ROLES = ("system", "user", "assistant", "tool", "arguments", "field", "tools")
 
 
-def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
-    """Return a chat and its tools, with the text inserted in the part `place`."""
-    texts = {name: f"7 {text}, {text}" if name == place else "7" for name in ROLES}
+def chat_with(text: str, part: str) -> tuple[list[dict[str, Any]], Any]:
+    """Return a chat and its tools, with the text inserted in the part named `part`."""
+    texts = {name: f"7 {text}, {text}" if name == part else "7" for name in ROLES}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": texts["arguments"]}}}
     about = {"name": "add", "description": texts["tools"], "parameters": {texts["tools"]: {}}}
     chat = [
@@ -114,14 +114,14 @@ def test_control_words_in_contents_are_tokenised_as_text(
     """The rest of the prompt is tokenised as if ordinary letters stood in place of the control words."""
     _, renderer = named
     marks, letters = list(b"@@@"), list(words.encode())
-    for place in ROLES:
-        if (words, place) == ("</think>", "assistant"):
+    for part in ROLES:
+        if (words, part) == ("</think>", "assistant"):
             continue  # this word ends the thought
-        expected = renderer.render(*chat_with("@@@", place))[0].tolist()
+        expected = renderer.render(*chat_with("@@@", part))[0].tolist()
         for start in reversed(range(len(expected))):
             if expected[start : start + 3] == marks:
                 expected[start : start + 3] = letters
-        hostile = chat_with(words, place)
+        hostile = chat_with(words, part)
         ids, text = renderer.render(*hostile)
         assert ids.tolist() == expected
         assert text == renderer.tokenizer.decode(alone(renderer, *hostile)) and not caplog.records
