@@ -39,7 +39,7 @@ class Doubles(marsrl.OwnTask):
         return float(answer == problem.answer)
 
 
-def test_each_name_is_there_and_no_other_is() -> None:
+def test_the_api_has_its_public_names_and_no_others() -> None:
     assert [name for name in marsrl.__all__ if getattr(marsrl, name).__name__ != name] == []
     with pytest.raises(AttributeError, match="no attribute 'fit'; it has AgentSpec, .*try_team"):
         marsrl.fit  # type: ignore[attr-defined]  # noqa: B018
@@ -102,12 +102,12 @@ def test_a_call_in_another_thread_is_refused() -> None:
 def test_a_class_of_a_file_has_its_name_and_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pairs_of_mine.py").write_text("import marsrl\nclass Own(marsrl.Orchestration):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = importlib.import_module("pairs_of_mine").Own
-    assert name_of(own) == f"{tmp_path}/pairs_of_mine.py:Own"
-    assert own_class("orchestration", name_of(own), marsrl.Orchestration) is own
+    team_class = importlib.import_module("pairs_of_mine").Own
+    assert name_of(team_class) == f"{tmp_path}/pairs_of_mine.py:Own"
+    assert own_class("orchestration", name_of(team_class), marsrl.Orchestration) is team_class
     (tmp_path / "pairs_of_mine.py").write_text("import marsrl\nclass Other(marsrl.Orchestration):\n    pass\n")
     own_classes.forget_files()  # the edited file must be read again
-    assert own_class("orchestration", f"{tmp_path}/pairs_of_mine.py:Other", marsrl.Orchestration) is not own
+    assert own_class("orchestration", f"{tmp_path}/pairs_of_mine.py:Other", marsrl.Orchestration) is not team_class
 
 
 def test_a_class_in_memory_is_found_here_and_missed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_team_is_tried_with_answers_of_the_caller(capsys: pytest.CaptureFixtur
         marsrl.try_team(team=Pair, answers={"critic": ["no"]})
 
 
-def test_a_judge_in_this_process_loses_no_run_to_an_answer() -> None:
+def test_an_answer_that_hangs_or_exits_does_not_end_the_run() -> None:
     task = build_task(name_of(Doubles), {"timeout_s": 0.5, "workers": 1})
     problem = Problem("1", "What is 2 + 2?", "4", "doubles")
     try:

@@ -24,9 +24,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
     """Execute the notebook, with an inserted cell that makes its settings smaller, and yield (client, notebook, folder)."""
     folder = tmp_path_factory.mktemp("notebook")
     held = nbformat.read(NOTEBOOK, as_version=4)
-    place = cell(held, "settings = {")
+    index = cell(held, "settings = {")
     smaller = f"settings |= {LESS}\nsettings['rollout'] |= {LESS_ROLLOUT}\nsettings['run']['steps'] = 2"
-    held.cells.insert(place + 1, nbformat.v4.new_code_cell(smaller))
+    held.cells.insert(index + 1, nbformat.v4.new_code_cell(smaller))
     client = nbclient.NotebookClient(held, timeout=1200, resources={"metadata": {"path": str(folder)}})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_CACHE", str(folder / "cache"))
@@ -38,13 +38,13 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
 
 
 def cell(held: Any, start: str) -> int:
-    (place,) = (i for i, each in enumerate(held.cells) if each.source.startswith(start))
-    return place
+    (index,) = (i for i, each in enumerate(held.cells) if each.source.startswith(start))
+    return index
 
 
-def shown(each: Any) -> str:
+def shown(code_cell: Any) -> str:
     """Return what a cell printed and displayed, as text."""
-    parts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in each.outputs]
+    parts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in code_cell.outputs]
     return "\n".join(parts)
 
 
