@@ -130,7 +130,7 @@ def test_nested_parts_exclude_each_other_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
+def test_a_step_of_adapters_equals_that_of_peft(tmp_path: Path) -> None:
     """The benchmark compares the gradient norms of four adapters together before it prints anything."""
     words = [
         "--adapter",
@@ -152,7 +152,7 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_with_shared_prefixes_is_that_of_the_flat_batch(tmp_path: Path) -> None:
+def test_a_step_with_shared_prefixes_equals_the_flat_batchs(tmp_path: Path) -> None:
     """The benchmark compares gradient norms before it prints anything."""
     words = [
         "--model",
@@ -215,7 +215,7 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_teams_recipe_tells_accuracy_before_and_after(tmp_path: Path) -> None:
+def test_the_real_teams_recipe_reports_accuracy_before_and_after(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     words = ["--tiny", "--folder", str(tmp_path / "team"), "--engine", "vllm", "--json", str(tmp_path / "out.json")]
     done = call(str(BENCHMARKS / "real_team.py"), *words)
@@ -248,21 +248,21 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = call(str(BENCHMARKS / script), *words.format(tmp_path).split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+    results = json.loads(out.read_text())
     if script == "curate.py":  # the script must find the near-duplicates that it planted
-        assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
+        assert results["recall"] > 0.97 and results["precision"] > 0.97 and results["dropped_unplanted"] == 0
     elif script == "view.py":
-        assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
+        assert results["samples"] == 2000 and all(seconds > 0 for seconds in results["filters_s"].values())
     elif script == "gateway.py":  # all calls are answered, otherwise the script fails
-        (row,) = found["calls"]
+        (row,) = results["calls"]
         assert row["sessions"] == 8 and len(row["rounds"]) == 1 and 0 < row["session_bytes"] < 2**21
         assert all(number > 0 for each in row["rounds"] for number in each.values())
     elif script == "adapters.py":
-        assert found["seconds"].keys() == {"1", "2"}
-        assert all(parts["step"][0] > 0 and parts["publish"][0] > 0 for parts in found["seconds"].values())
+        assert results["seconds"].keys() == {"1", "2"}
+        assert all(parts["step"][0] > 0 and parts["publish"][0] > 0 for parts in results["seconds"].values())
     else:
-        assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl", "delta"]
-        assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout
+        assert [row["backend"] for row in results["rows"]] == ["shm", "ipc", "nccl", "delta"]
+        assert len({row["num_bytes"] for row in results["rows"]}) == 1 and "not measured: 61 GB" in done.stdout
 
 
 @pytest.mark.slow
