@@ -88,7 +88,7 @@ def test_an_alteration_is_another_answer(reference: str, rule: str, answers: lis
         (r"\frac{3}{3}", {"numerator and denominator swapped"}),
     ],
 )
-def test_where_a_change_may_change_nothing_there_is_none(reference: str, rules: set[str]) -> None:
+def test_alterations_that_may_keep_the_meaning_are_left_out(reference: str, rules: set[str]) -> None:
     assert not rules & set(others(reference))
 
 
@@ -179,28 +179,28 @@ def here(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_judge_pays_wrongly_is_found_by_kind_and_line(capsys: Any) -> None:
+def test_misjudged_answers_are_listed_by_line_and_rule(capsys: Any) -> None:
     Path("my_task.py").write_text(FAULTY)
     write("refs.jsonl", r"2\mathbf{i}+3\mathbf{j}", "1/2", r"\{4, 5\}", "proof", "7 km", "13")
     words = ["refs.jsonl", "task=my_task.py:Faulty", "task_options.timeout_s=1", "task_options.workers=1"]
     assert cli.main(["check-answers", *words, "--out", "found.jsonl"]) == 1
     shown = capsys.readouterr().out
     assert shown.startswith("6 of 6 problems, ") and "; lines without a problem: 1" in shown.splitlines()[0]
-    found: dict[str, dict[str, list[str]]] = {}
+    misjudged: dict[str, dict[str, list[str]]] = {}
     for row in map(json.loads, Path("found.jsonl").read_text().splitlines()):
         assert row["reward"] == (None if row["reference"] == "13" else float(not row["is_right"]))
-        found.setdefault(row["id"], {}).setdefault(row["rule"], []).append(row["answer"])
-    assert found["refs.jsonl:1"]["a part alone"] == ["2"] and "a sign flipped" in found["refs.jsonl:1"]
-    assert found["refs.jsonl:2"]["a decimal"] == ["0.5"] and "another fraction" in found["refs.jsonl:2"]
-    assert found["refs.jsonl:3"]["elements dropped"] == ["4", r"\{4\}"]
-    assert found["refs.jsonl:3"]["another order"] == [r"\{5, 4\}"]
-    assert found["refs.jsonl:4"] == {"a tiny constant": [alterations.TINY], alterations.PLACEHOLDER: ["proof"]}
-    assert found["refs.jsonl:5"]["another unit"] == ["7 m"]
+        misjudged.setdefault(row["id"], {}).setdefault(row["rule"], []).append(row["answer"])
+    assert misjudged["refs.jsonl:1"]["a part alone"] == ["2"] and "a sign flipped" in misjudged["refs.jsonl:1"]
+    assert misjudged["refs.jsonl:2"]["a decimal"] == ["0.5"] and "another fraction" in misjudged["refs.jsonl:2"]
+    assert misjudged["refs.jsonl:3"]["elements dropped"] == ["4", r"\{4\}"]
+    assert misjudged["refs.jsonl:3"]["another order"] == [r"\{5, 4\}"]
+    assert misjudged["refs.jsonl:4"] == {"a tiny constant": [alterations.TINY], alterations.PLACEHOLDER: ["proof"]}
+    assert misjudged["refs.jsonl:5"]["another unit"] == ["7 m"]
     # The reference itself is not judged, so its other trials are left out.
-    assert found["refs.jsonl:6"] == {notations.ITSELF: ["13"]}
+    assert misjudged["refs.jsonl:6"] == {notations.ITSELF: ["13"]}
     last_column = [line[-10:] for line in shown.splitlines() if line.startswith("  ") and line[-10:].strip().isdigit()]
     assert sum(map(int, last_column)) == 3  # trials that were not judged; all are of line 6
-    assert all("a tiny constant" in rules for uid, rules in found.items() if uid != "refs.jsonl:6")
+    assert all("a tiny constant" in rules for uid, rules in misjudged.items() if uid != "refs.jsonl:6")
     assert (
         "refs.jsonl:4: 2 misjudged, reference proof\n  accepted: " in shown
         and "  not judged: 13 (the reference itself): " in shown
@@ -233,6 +233,6 @@ def test_a_judge_of_texts_is_tried_with_texts(capsys: Any) -> None:
         ("missing.jsonl", "missing.jsonl does not exist"),
     ],
 )
-def test_what_cannot_be_tried_is_said(words: str, says: str, capsys: Any) -> None:
+def test_files_that_cannot_be_tried_are_rejected(words: str, says: str, capsys: Any) -> None:
     assert cli.main(["check-answers", *words.split()]) == 2
     assert says in capsys.readouterr().err

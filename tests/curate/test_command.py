@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_cannot_be_done_is_said_before_anything_runs(words: str, says: str, capsys: Any) -> None:
+def test_impossible_settings_are_rejected_before_any_stage_runs(words: str, says: str, capsys: Any) -> None:
     write("raw.jsonl", row(WORDS[0]))
     assert cli.main(["curate", *words.split(), "--out", "out"]) == 2
     assert says in capsys.readouterr().err and not Path("out/curated.jsonl").exists()

@@ -43,14 +43,16 @@ def test_only_a_one_word_tag_outside_thoughts_is_a_verdict(missing: str, tmp_pat
     assert script.asked == [str(i) for i in range(len(SAID))] and script.num_opened == 1
 
 
-def test_a_verdict_in_an_answer_that_was_cut_off_is_none(tmp_path: Path) -> None:
-    said = f"Either {YES} or {NO}: "
-    script = ScriptedJudge(lambda question: said if question == "cut" else YES)
-    stage = script.stage(tmp_path, max_response_tokens=len(said), max_missing_share=1)
+def test_a_truncated_answer_has_no_verdict(tmp_path: Path) -> None:
+    cut_answer = f"Either {YES} or {NO}: "
+    script = ScriptedJudge(lambda question: cut_answer if question == "cut" else YES)
+    stage = script.stage(tmp_path, max_response_tokens=len(cut_answer), max_missing_share=1)
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["cut", "whole"]))
     assert record.dropped == {UNREAD: 1} and kept_of(tmp_path) == ["whole"]
     (example,) = record.kinds[UNREAD].examples
-    assert example.detail == f"the answer was cut off after {len(said)} tokens (curate.clarity.max_response_tokens)"
+    assert (
+        example.detail == f"the answer was cut off after {len(cut_answer)} tokens (curate.clarity.max_response_tokens)"
+    )
 
 
 def test_each_criterion_quotes_question_and_answer_verbatim() -> None:

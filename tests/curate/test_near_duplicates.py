@@ -48,7 +48,7 @@ def test_case_blanks_and_unicode_forms_make_no_new_question(other: str) -> None:
     assert decision.detail == "similarity 1.00 to raw.jsonl:1, whose answer differs"
 
 
-def test_the_threshold_is_of_the_similarity() -> None:
+def test_the_threshold_applies_to_the_jaccard_similarity() -> None:
     one, other = "a question about matrices of rank two", "a question about matrices of rank ten"
     between = similarity(one, other)
     rows = rows_of([one, other])
