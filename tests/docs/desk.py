@@ -51,13 +51,13 @@ class Desk:
         for name, count in (("held_out", 1), ("beyondaime", 2)):
             sevens(folder, count, name=f"{name}.jsonl", answer="8")
         (folder / "mine.yaml").write_text((ROOT / "rollout/agents/prompt_sets/math.yaml").read_text())
-        own = {"team": "own_team", "task": "own_task", "seeker": "waiting", "program": "external"}
-        files = {f"my_{name}.py": f"docs/{page}.md:" for name, page in own.items()}
+        page_of = {"team": "own_team", "task": "own_task", "seeker": "waiting", "program": "external"}
+        files = {f"my_{name}.py": f"docs/{page}.md:" for name, page in page_of.items()}
         for name, page in {**files, "units.py": "docs/tools.md:", "team.py": "README.md:"}.items():
             blocks = (block.text for block in python_blocks() if block.where.startswith(page))
             (text,) = (block for block in blocks if not block.startswith("import marsrl\n"))
             (folder / name).write_text(text)
-        for name, page in own.items():
+        for name, page in page_of.items():
             text = next(block.text for block in config_blocks() if block.where.startswith(f"docs/{page}.md:"))
             (folder / f"own_{name}.yaml").write_text(text)
         write_rows(folder / "raw.jsonl", ({"question": asked, "answer": "7", "level": level} for asked, level in RAW))

@@ -77,22 +77,22 @@ def typed(text: str) -> list[str]:
 @cache
 def commands() -> tuple[Found, ...]:
     """Return all commands in blocks, running text, the header of each preset, and each --help."""
-    found: list[Found] = []
+    listed: list[Found] = []
     for page in PAGES:
         for block in blocks(page):
-            found += [Found(block.where, line) for line in typed(block.text)]
+            listed += [Found(block.where, line) for line in typed(block.text)]
         for span in spans(page):
             script, _, words = span.text.partition(" ")
             if MENTIONS.fullmatch(span.text):
                 continue
             is_script = script.endswith(".py") and words and (ROOT / script).is_file()
-            found += [Found(span.where, line) for line in typed(f"python {span.text}" if is_script else span.text)]
+            listed += [Found(span.where, line) for line in typed(f"python {span.text}" if is_script else span.text)]
     for preset in sorted((ROOT / "configs").glob("*.yaml")):
         head = "\n".join(line[1:].strip() for line in preset.read_text("utf-8").splitlines() if line.startswith("#"))
-        found += [Found(f"{_name(preset)}, its head", line) for line in typed(head)]
+        listed += [Found(f"{_name(preset)}, its head", line) for line in typed(head)]
     for program in ("trainer/main.py", *(f"marsrl {name}" for name in get_command(cli.app).commands)):
-        found += [Found(f"`{program} --help`", line) for line in typed(_help(program).split("example", 1)[1])]
-    return tuple(found)
+        listed += [Found(f"`{program} --help`", line) for line in typed(_help(program).split("example", 1)[1])]
+    return tuple(listed)
 
 
 def config_blocks() -> list[Found]:
@@ -114,13 +114,13 @@ def other_blocks() -> list[Found]:
 
 def links() -> list[Found]:
     """Return link targets in the repository, as paths from its root."""
-    found = []
+    targets = []
     for page in PAGES:
         for _, piece in pieces(page):
             target = str(piece.attrs.get("href") or piece.attrs.get("src") or "").partition("#")[0]
             if target and "://" not in target:
-                found.append(Found(_name(page), str((page.parent / target).resolve().relative_to(ROOT))))
-    return found
+                targets.append(Found(_name(page), str((page.parent / target).resolve().relative_to(ROOT))))
+    return targets
 
 
 def rows(page: str) -> list[list[str]]:

@@ -85,8 +85,8 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
             assert asked is None or shown.startswith(f"Doc 1(Title: {asked[1]}) the home of {asked[1]} is ")
             assert f"{kind} {num}(Title: " in shown and f" {num} parts, whole\n" in shown and not left
         case ["marsrl", "curate"]:
-            found = (desk.folder / "curated/curated.jsonl").read_text().splitlines()
-            assert len(found) == (2 if "curate.level.field=level" in words else 3) and left == {"curated"}
+            curated = (desk.folder / "curated/curated.jsonl").read_text().splitlines()
+            assert len(curated) == (2 if "curate.level.field=level" in words else 3) and left == {"curated"}
             assert (desk.folder / "curated/report.html").is_file() and shown == "curated/report.html\n"
         case ["marsrl", "init"]:
             assert Path(words[-1], "model.safetensors").is_file() and Path(words[-1], "tokenizer.json").is_file()
@@ -100,9 +100,9 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
         case ["python", "trainer/main.py"]:
             given = dict(word.split("=", 1) for word in words if "=" in word)
             assert "samples a step" in shown and "\nsettings:\n" not in shown and not left - {"__pycache__"}
-            found, _ = dry_run([word for word in words if word != "--dry-run"], capsys)
+            config, _ = dry_run([word for word in words if word != "--dry-run"], capsys)
             for key, value in given.items():
-                section: Any = found
+                section: Any = config
                 for part in key.split("."):
                     section = section[part]
                 assert str(section) in (value, os.path.abspath(value))

@@ -39,7 +39,7 @@ def test_every_command_of_the_documents_is_run_by_a_test() -> None:
         assert any(f"def {name}(" in text and f'run_by("{name}")' in text for text in tests), name
 
 
-def test_a_block_that_nobody_types_is_a_known_picture() -> None:
+def test_blocks_that_are_no_commands_are_known() -> None:
     found: dict[str, list[str]] = {}
     for block in other_blocks():
         found.setdefault(block.where.partition(":")[0], []).append(block.text)
@@ -58,12 +58,15 @@ def files_named() -> Iterator[Found]:
 
 def test_every_file_that_is_linked_or_named_exists() -> None:
     assert len(links()) > 10
-    gone = [found for found in links() if not (ROOT / found.text).exists()]
+    gone = [reference for reference in links() if not (ROOT / reference.text).exists()]
     made_by_a_run = {"hf/", "prompts/"}
-    for found in files_named():
-        page = (ROOT / found.where.partition(":")[0]).parent
-        if not any((folder / found.text).exists() for folder in (ROOT, page)) and found.text not in made_by_a_run:
-            gone.append(found)
+    for reference in files_named():
+        page = (ROOT / reference.where.partition(":")[0]).parent
+        if (
+            not any((folder / reference.text).exists() for folder in (ROOT, page))
+            and reference.text not in made_by_a_run
+        ):
+            gone.append(reference)
     assert not gone
 
 
@@ -83,7 +86,7 @@ def settings_named() -> Iterator[Found]:
                 yield Found(piece.where, key)
 
 
-def test_every_setting_that_is_named_is_one() -> None:
+def test_every_setting_that_the_documents_name_exists() -> None:
     keys = set(all_keys())
     sections = {key.rpartition(".")[0] for key in keys}
     named = list(settings_named())
@@ -119,7 +122,7 @@ def test_every_metric_that_the_code_names_is_on_the_page() -> None:
     assert not missing, "give each a row of docs/metrics.md"
 
 
-def test_every_message_of_the_page_is_one_of_the_code() -> None:
+def test_every_message_on_the_page_is_in_the_code() -> None:
     """Only the rows whose first cell is a single message are checked."""
     code = "".join(re.sub(r'"\s*\n\s*f?"', "", Path(path).read_text("utf-8")) for path in CODE)
     messages = [cells[0][1:-1] for cells in rows("troubleshooting.md") if re.fullmatch(r"`[^`]+`", cells[0])]

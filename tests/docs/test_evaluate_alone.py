@@ -66,14 +66,14 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         )  # as counted by the server
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9
-        again, told = evaluated(words, capsys)
+        again, errors = evaluated(words, capsys)
         assert {**again, "usage": 0, "latency": 0} == {
             **first,
             "usage": 0,
             "latency": 0,
         }  # usage and latency contain seconds
         assert again == json.loads(Path("kept/evaluation.json").read_text())
-        assert "5 of 8 draws are kept" in told and len(server.bodies) == num_asked + 3
+        assert "5 of 8 draws are kept" in errors and len(server.bodies) == num_asked + 3
 
 
 def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: Any) -> None:
@@ -83,13 +83,13 @@ def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: 
     number, goes_on = itertools.count(), threading.Event()
 
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
-        if (place := next(number)) == 7:  # the last of the eight draws
+        if (index := next(number)) == 7:  # the last of the eight draws
             (file,) = Path("evaluations").glob("*/draws.jsonl")
             while file.read_bytes().count(b"\n") < 5:
                 time.sleep(0.01)
             time.sleep(0.2)  # wait until the fifth draw is written and counted
             os.kill(os.getpid(), signal.SIGINT)
-        if place >= 5:
+        if index >= 5:
             goes_on.wait()
         handler.complete("It is 7.")
 
@@ -100,20 +100,20 @@ def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: 
         ]  # fmt: skip
         assert cli.main(["evaluate", *words]) == 130
         goes_on.set()
-        told = capsys.readouterr()
-        *_, last = told.err.splitlines()
+        printed = capsys.readouterr()
+        *_, last = printed.err.splitlines()
         (folder,) = Path("evaluations").iterdir()
         done, _, again = last.partition("; resume with: marsrl ")
         first = (folder / "draws.jsonl").read_bytes()
         assert done == f"interrupted: 5 of 8 draws have ended and are kept in {folder}" and first.count(b"\n") == 5
-        assert "math_default, interrupted" in told.err and "n 5)" in told.err and told.out == ""
+        assert "math_default, interrupted" in printed.err and "n 5)" in printed.err and printed.out == ""
         num_asked = len(server.bodies)
-        result, said = evaluated(shlex.split(again)[1:], capsys)
+        result, errors = evaluated(shlex.split(again)[1:], capsys)
         assert len(server.bodies) == num_asked + 3 and result["num_episodes"] == 8
-        assert (folder / "draws.jsonl").read_bytes().startswith(first) and f"{folder}: 5 of 8 draws are kept" in said
+        assert (folder / "draws.jsonl").read_bytes().startswith(first) and f"{folder}: 5 of 8 draws are kept" in errors
         form = "the form \\boxed{...} or #### ... or Answer: ..."
         zeros = f'100 % of solver\'s completions (8 of 8) have no answer in {form}; one ends "It is 7."'
-        assert result["notes"] == [zeros] and f"warning: {zeros}" in said.splitlines()
+        assert result["notes"] == [zeros] and f"warning: {zeros}" in errors.splitlines()
         evaluated(words, capsys)
         assert len(list(Path("evaluations").iterdir())) == 2  # the same command without --out starts a new evaluation
 
@@ -149,7 +149,7 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
     few = "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}"
-    own = [few, "policies.main.dtype=float32", HERE, *BRIEFLY]
+    settings = [few, "policies.main.dtype=float32", HERE, *BRIEFLY]
 
     def model(name: str) -> Path:
         models[name] = models.get(name) or boxing_model(tmp_path / "models" / name)
@@ -157,7 +157,7 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
 
     commands = [desk.words(each, model)[1:] for each in run_by("test_evaluations_are_kept_and_compared")]
     for words in (words for words in commands if words[0] == "evaluate"):
-        result, said = evaluated([*words[1:], *own], capsys)
+        result, said = evaluated([*words[1:], *settings], capsys)
         kept = f"{words[words.index('--out') + 1]}/evaluation.json"
         assert said.rstrip().endswith(f"kept in {kept}") and result == json.loads(Path(kept).read_text()), said
         if "evaluate.repeat=2" in words:

@@ -72,18 +72,18 @@ def test_an_example_for_a_small_model_passes_its_checks(
     (files := desk.folder / "tmp").mkdir()
     subprocess.run([sys.executable, *written[1:]], check=True)
     model = init_model("tiny", "bytes", desk.folder / "model")
-    own = [f"policies.main.model={model}", f"data.demonstrations={files}/guess_number.jsonl"]
+    settings = [f"policies.main.model={model}", f"data.demonstrations={files}/guess_number.jsonl"]
     if name == "real_team":
-        own = [own[0], *(f"data.{key}={files}/real_team/{file}.jsonl" for key, file in DATA.items())]
-        train, held_out, _ = (Path(word.partition("=")[2]).read_text().splitlines() for word in own[1:])
+        settings = [settings[0], *(f"data.{key}={files}/real_team/{file}.jsonl" for key, file in DATA.items())]
+        train, held_out, _ = (Path(word.partition("=")[2]).read_text().splitlines() for word in settings[1:])
         assert (len(train), len(held_out)) == (400, 200) and not set(train) & set(held_out)
-    config, _ = read_config(taught[3], [*taught[4:], *own])
+    config, _ = read_config(taught[3], [*taught[4:], *settings])
     assert config.data.demonstrations is not None
     read = read_demonstrations(Path(config.data.demonstrations), config, {"main": ChatRenderer(model)}, {"main": 4096})
     assert len(read.lines) >= 240 and read.notes == ()
-    assert main([*trained[2:], *own, "--dry-run"]) == 0 and "samples a step" in capsys.readouterr().out
+    assert main([*trained[2:], *settings, "--dry-run"]) == 0 and "samples a step" in capsys.readouterr().out
     for words in tried:
-        assert cli.main([*words[1:], *own]) == 0 and "call 1 reads" in capsys.readouterr().out
+        assert cli.main([*words[1:], *settings]) == 0 and "call 1 reads" in capsys.readouterr().out
 
 
 @pytest.mark.smoke

@@ -46,7 +46,7 @@ def test_a_preset_has_the_papers_numbers_or_a_reason(paper: Any) -> None:
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.preset)
-def test_presets_of_one_paper_differ_where_a_reason_stands(paper: Any) -> None:
+def test_presets_of_one_paper_differ_only_in_rows_with_a_reason(paper: Any) -> None:
     first, others = paper.config(paper.preset), [paper.config(other) for other in paper.others]
     differing = {
         row.key
