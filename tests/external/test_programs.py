@@ -48,12 +48,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     @functools.cache
     def make(name: str) -> Path:
-        place, uv = folder / Path(name).name, Path(sys.executable).with_name("uv")
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-        words = [uv, "pip", "install", "-q", "--python", place / "bin/python", *packages[name]]
+        environment, uv = folder / Path(name).name, Path(sys.executable).with_name("uv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        words = [uv, "pip", "install", "-q", "--python", environment / "bin/python", *packages[name]]
         done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "UV_HTTP_TIMEOUT": "300"})
         assert done.returncode == 0, done.stderr[-4000:]
-        return place
+        return environment
 
     return make
 
