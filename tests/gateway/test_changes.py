@@ -17,8 +17,8 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function
 BEFORE = [SYSTEM, USER, ANSWER, OUTPUT, CALL]
 
 
-def with_(place: int, **fields: Any) -> list[dict[str, Any]]:
-    return [{**message, **(fields if i == place else {})} for i, message in enumerate([*BEFORE, MORE])]
+def with_(index: int, **fields: Any) -> list[dict[str, Any]]:
+    return [{**message, **(fields if i == index else {})} for i, message in enumerate([*BEFORE, MORE])]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     [CreditConfig(normalise="agent"), CreditConfig(normalise="agent", std="none", turns="returns")],
     ids=["by sample", "by turn"],
 )
-def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
+def test_a_native_team_and_the_same_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
     """Log-probs of decoding are not compared: their last bits depend on the other requests, and the update recomputes them."""
     config = rollout_config(group_size=4, pipeline="trajectory")
     by_turn = rules.turns == "returns"

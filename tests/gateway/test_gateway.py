@@ -234,7 +234,7 @@ def test_what_a_program_did_with_an_answer_decides_its_fate(model: Path, events:
     assert SessionEnd.decode(direct.session.end({"reward": 1.0}).text).fates == fates.split()
 
 
-def test_thrown_away_answers_count_where_asked_or_rewarded(model: Path) -> None:
+def test_superseded_answers_count_if_configured_or_rewarded(model: Path) -> None:
     events, _ = FATES["discarded twice"]
     for masks in (True, False):
         direct = Direct(model)
@@ -254,12 +254,12 @@ def test_limits_reject_prompts_and_busy_samples_are_not_extended(model: Path) ->
     async def play() -> None:
         for prompt, reply in (([7, 7, 7, 7], [8]), ([5, 6], [9, 5])):
             await direct.answer(of_tokens(*prompt), f"{prompt}", reply)
-        for prompt, said in (
+        for prompt, message in (
             ([], "the prompt has 0 tokens; expected at least 1 and at most agents.solver.max_input_tokens = 4"),
             ([6, 6, 7, 8, 9], "the prompt has 5 tokens; expected .* at most agents.solver.max_input_tokens = 4"),
             ([5, 6, 9, 5, 6, 7, 8], "the sample would have 5 tokens after its first prompt; expected fewer than 5"),
         ):
-            with pytest.raises(Refused, match=said) as refused:
+            with pytest.raises(Refused, match=message) as refused:
                 await direct.ask(of_tokens(*prompt))
             assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         whole = [5, 6, 9, 5, 6, 7]
@@ -275,10 +275,10 @@ def test_limits_reject_prompts_and_busy_samples_are_not_extended(model: Path) ->
 
 def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None:
     direct = Direct(model)
-    said, end = direct.renderer.encode_trusted("4 6 5").tolist(), direct.renderer.eos_id
+    completion, end = direct.renderer.encode_trusted("4 6 5").tolist(), direct.renderer.eos_id
 
     async def play() -> None:
-        for question, finish, ids in (("3", Finish.STOP, [*said, end]), ("2", Finish.LENGTH, said)):
+        for question, finish, ids in (("3", Finish.STOP, [*completion, end]), ("2", Finish.LENGTH, completion)):
             chat = [{"role": "user", "content": question}]
             answer = await direct.answer(Ask("solver", chat, stop=("5",)), question, ids, finish)
             assert answer.finish == finish and answer.said.content == "4 6 "
@@ -289,8 +289,8 @@ def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None
     asyncio.run(play())
     first, ended, beside, _, cut, _ = ([call.uid, *call.token_ids.tolist()] for call in direct.sent)
     assert first[0] == "" and ended[0] == "3" and cut == ["2", end, *ended[1:]]
-    assert beside == ["", *first[1:], *said, end, *ended[1:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
-    num_shared = len(first[1:]) + len(said) + 1 + len(ended[1:-2])
+    assert beside == ["", *first[1:], *completion, end, *ended[1:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+    num_shared = len(first[1:]) + len(completion) + 1 + len(ended[1:-2])
     origins = SessionEnd.decode(direct.session.end({}).text).origins
     assert (origins["other"].parent, origins["other"].behind) == ("2", Prefix("2", num_shared))
     assert origins["3"] == Origin()
@@ -539,6 +539,6 @@ def test_of_two_equal_answers_the_last_goes_on() -> None:
     ],
     ids=["agent", "tools", "system", "stripped", "same call", "nothing new", "summary", "two answers"],
 )
-def test_a_chat_that_is_another_begins_a_sample(agent: str, tools: Any, messages: list[dict[str, Any]]) -> None:
+def test_a_chat_that_differs_begins_a_new_sample(agent: str, tools: Any, messages: list[dict[str, Any]]) -> None:
     history, _ = known(TEXT)
     assert history.find(agent, tools, messages) is None

@@ -111,7 +111,7 @@ def test_a_sub_agents_caller_waits_around_it() -> None:
     assert session.lineages.settle().origins["sub0"] == Origin("main", None, Caller("main", 1))
 
 
-def test_without_one_caller_that_fits_there_is_none() -> None:
+def test_a_sample_without_a_unique_caller_has_none() -> None:
     """A nested sample has no caller because two would fit; parallel samples have none because neither waits for the other."""
     session = Session()
     main = session.one("main", 1)
@@ -281,7 +281,7 @@ def test_an_agents_reward_holds_in_a_lineage_that_nothing_called() -> None:
     assert rewards({}, {}, [("first", 2.0)]) == {"first": 2.0, "rewritten": 2.0}
 
 
-def test_rewards_of_turns_stand_for_the_callers_and_are_not_passed_on() -> None:
+def test_turn_rewards_replace_and_do_not_become_other_rewards() -> None:
     session = Session()
     main = session.one("main", 1)
     session.one("sub", 2, agent="helper")

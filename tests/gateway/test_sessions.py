@@ -31,7 +31,7 @@ def run(problem, client):
     ("returned", "solver_rewards"),
     [("None", {0.0}), ("'no'", {0.0}), ("problem.answer", {1.0}), ("{'solver': float('nan')}", {None}), ("{}", {None})],
 )
-def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
+def test_the_program_or_else_the_task_rewards_the_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
     """A model with random weights never writes `Answer:`, so the task judges its answers wrong."""

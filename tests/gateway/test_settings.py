@@ -200,7 +200,7 @@ def test_an_unknown_agent_is_reported_with_the_known_ones(tried: Tried, tmp_path
         )
 
 
-def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> None:
+def test_control_characters_in_the_tree_are_escaped(tried: Tried, tmp_path: Path) -> None:
     text = """
     def run(problem, client):
         raise ValueError(client.chat("solver", [problem.question]).text)
@@ -211,6 +211,6 @@ def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> N
     assert not any("\x1b" in line for line in lines)
 
 
-def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
+def test_a_command_may_end_without_calling_an_agent(tried: Tried) -> None:
     lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
     assert lines[1:] == ["no agent was called"]
