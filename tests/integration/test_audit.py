@@ -35,8 +35,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return train_here(tmp_path_factory.mktemp("clean"), WORDS)
 
 
-def failing(found: Audit) -> list[str]:
-    return [check.name for check in found.checks if not check.passed]
+def failing(result: Audit) -> list[str]:
+    return [check.name for check in result.checks if not check.passed]
 
 
 def test_a_clean_run_passes_every_check(clean: RunDirectory) -> None:

@@ -56,14 +56,14 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 
 def test_a_rejected_run_exits_with_2_and_one_rank_says_why() -> None:
-    said = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
+    message = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
     alone = start()
-    assert (alone.returncode, alone.stderr) == (2, f"{said}\n")
+    assert (alone.returncode, alone.stderr) == (2, f"{message}\n")
     done = start("-m", "torch.distributed.run", "--nproc-per-node", "2")
     assert done.returncode != 0
-    assert done.stderr.splitlines().count(said) == 1
+    assert done.stderr.splitlines().count(message) == 1
     *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun prints its report last
-    assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
+    assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {message}\n" in root_cause
 
 
 BOTH_FAIL = """
@@ -257,7 +257,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     assert main([*words, "agents.solver.max_input_tokens=1000"]) == 0
     out = capsys.readouterr().out
     long = "1 of 5 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will "
-    for said in (
+    for warning in (
         "5 of the 6 problems of data.eval are also in data.train, first q.jsonl:1; their results",
         "data.train: 1 question(s) occur with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
         "data.eval: 1 problem(s) repeat an earlier question and answer",
@@ -265,7 +265,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
         f"{data}: 1 of 6 problems are skipped, because their answer is a placeholder that any completion can repeat ('proof' 1)",
         f"{other}: 1 of 7 problems are skipped",
     ):
-        assert f"warning: {said}" in out
+        assert f"warning: {warning}" in out
     assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0
     assert f"{long}be cut (agents.solver.long_prompts)" in capsys.readouterr().out
     assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
@@ -279,31 +279,31 @@ def test_a_dry_run_says_what_becomes_of_the_run(
 ) -> None:
     words = ["--dry-run", f"run.dir={tmp_path}"]
 
-    def told(*more: str) -> str:
+    def output_of(*more: str) -> str:
         assert main([*words, *more]) == 0
         return capsys.readouterr().out
 
-    out = told()
+    out = output_of()
     assert f"run: a new one, {tmp_path}/cpu_default-<UTC time>\n" in out
     assert "a turn of policies.main ends with <|end|> (4), as the chat template writes\n" in out
-    assert f"run: a new one, {tmp_path}/mine\n" in told("run.name=mine")
+    assert f"run: a new one, {tmp_path}/mine\n" in output_of("run.name=mine")
     run = RunDirectory.create(tmp_path, "mine", "p")
     run.write_config(with_backend(read_config(None, [])[0], on_gpus=False).model_dump(mode="json"))
     words.append("run.name=mine")
     RunLock(run).release()
-    assert f"run: {run.path}, left by a failed start: begins at step 1" in told()
+    assert f"run: {run.path}, left by a failed start: begins at step 1" in output_of()
     run.metrics.write_text('{"step": 1}\n')
     assert "exists and is never overwritten" in refusal(*words)
     words.append("run.resume=auto")
-    assert f"run: {run.path} has no checkpoint yet: begins again at step 1" in told()
+    assert f"run: {run.path} has no checkpoint yet: begins again at step 1" in output_of()
     for step in (2, 4):
         run.checkpoint(step).mkdir(parents=True)
     run.mark_latest(4)
     files = sorted(tmp_path.rglob("*"))
-    out = told("run.steps=9", "run.seed=7", "rollout.picks=3")
+    out = output_of("run.steps=9", "run.seed=7", "rollout.picks=3")
     assert f"run: {run.path} resumes after step 4; run.steps is 9: 5 of 9 steps are left" in out
     assert f"differs from {run.config}: run.steps 24 -> 9, run.seed 0 -> 7, rollout.picks 2 -> 3\n" in out
-    assert "resumes after step 4; run.steps is 3: no steps are left" in told("run.steps=3")
+    assert "resumes after step 4; run.steps is 3: no steps are left" in output_of("run.steps=3")
     lock = RunLock(run)
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()

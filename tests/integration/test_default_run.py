@@ -33,11 +33,11 @@ from marsrl.trainer.supervised.warm_start import name_of, recipe_of
 pytestmark = pytest.mark.slow
 
 
-def without_seconds(found: Evaluation | None) -> Evaluation:
+def without_seconds(evaluation: Evaluation | None) -> Evaluation:
     """Return the evaluation without measured seconds."""
-    assert found is not None
-    usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in found.usage.items()}
-    return found.model_copy(update={"usage": usage, "latency": None})
+    assert evaluation is not None
+    usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in evaluation.usage.items()}
+    return evaluation.model_copy(update={"usage": usage, "latency": None})
 
 
 @pytest.mark.smoke

@@ -140,14 +140,14 @@ class Half(Open):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
         ("judge=null", "policies.judge: no agent .* and no judge .* uses it; remove it"),
     ],
 )
-def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_judge_must_fit_its_model_and_be_used(word: str, message: str, tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
         preflight(read_config(None, math_words(tmp_path, model, word))[0], world_size=1)
 
 

@@ -62,7 +62,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     engines = CheckedEngines(pool, vocab_size=run.learners["main"].vocab_size)
     nccl = DirectSync(engines, torch.float32, "nccl", bucket_bytes=1 << 14, sends_deltas=True)
     ipc = DirectSync(engines, torch.float32, "ipc", bucket_bytes=1 << 14)
-    found: list[tuple[str, int]] = []
+    publishes: list[tuple[str, int]] = []
 
     def published(group: Together, is_new: Mapping[str, bool]) -> None:
         (policy,) = is_new
@@ -80,10 +80,10 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
                 patch.setattr(kind, method, struck)
             publish(group, is_new)
         assert next(numbers) > 3  # there was a third bucket
-        found.append((sync._sender.kind, pool.generation))
+        publishes.append((sync._sender.kind, pool.generation))
 
     monkeypatch.setattr(run, "publish", published)
-    return found
+    return publishes
 
 
 def strikes(run: Run) -> threading.Thread:

@@ -48,7 +48,7 @@ def script(request: DecodeRequest) -> str:
     rng = random.Random(f"{request.uid} {len(request.token_ids)}")
     agent, answer = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0], rng.choice("78")
     verdict = rng.choice(["correct", "wrong"])
-    said = {
+    completions = {
         "solver": f"\\boxed{{{answer}}}",
         **dict.fromkeys(("verifier1", "verifier2"), f"Findings: none\nVerdict: {verdict}"),
         **dict.fromkeys(("corrector1", "corrector2"), f"\\boxed{{{answer}}}"),
@@ -60,7 +60,7 @@ def script(request: DecodeRequest) -> str:
         "system1": "It is 7.",
         "system2": rng.choice([f"<tool_call>{CALL}</tool_call>", f"<answer>{answer}</answer>"]),
     }
-    return said[agent]
+    return completions[agent]
 
 
 def serve(handler: Handler, body: dict[str, Any], before: int) -> None:

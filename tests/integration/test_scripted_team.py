@@ -255,15 +255,15 @@ def searches(request: DecodeRequest) -> str:
     rng, agent = random.Random(request.uid), request.uid.rpartition("/")[2].partition(":")[0]
     route = rng.choice(["yes", "no", "no"])
     query = rng.choice(["the home of mira holt", "friend of odo", "' OR *", "the"])
-    said = {
+    completions = {
         "verifier": f"<verify>{route}</verify>",
         "search": f"<search>{query}</search>" if rng.random() < 0.8 else "no idea",
         "answer": f"<answer>{rng.choice(['baker', 'tarn', 'ebb', 'mason'])}</answer>",
     }
-    return said[agent]
+    return completions[agent]
 
 
-def test_refilled_steps_resume_to_the_bit_and_evaluations_add_nothing(play: Play, tmp_path: Path) -> None:
+def test_refilled_steps_resume_exactly_despite_evaluations(play: Play, tmp_path: Path) -> None:
     def says(request: DecodeRequest) -> str:
         is_right = request.uid.endswith(":0") and request.uid[5] in "0369"  # no answer of an evaluation is right
         return f"So the answer is \\boxed{{{8 - is_right}}}."
@@ -495,7 +495,7 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play) -> None:
     assert f'marsrl_metric{{name="reward/solver/mean"}} {first["reward/solver/mean"]}' in pages[-1]
 
 
-def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> None:
+def test_tokens_of_some_groups_are_logged_at_some_steps(play: Play) -> None:
     """Each step makes two updates, so in the second one ratios differ from 1 and are clipped."""
     words = [
         "run.evaluate=false", "trainer.updates_per_step=2", "loss.clip_low=0.0001", "loss.clip_high=0.0001",
