@@ -184,7 +184,7 @@ def test_a_resumed_run_is_followed_and_replayed_steps_replaced(tmp_path: Path) -
     assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]
 
 
-def test_samples_that_there_was_no_time_for_are_read_next_time(tmp_path: Path) -> None:
+def test_samples_left_out_for_time_are_read_next_time(tmp_path: Path) -> None:
     catalog = Catalog(make_run(tmp_path, num_steps=3).path)
     for num_files in (1, 2, 3, 3):
         catalog.refresh(budget_s=0.0)
@@ -237,14 +237,14 @@ def test_warnings_of_a_run_and_of_its_metrics_are_listed(tmp_path: Path) -> None
         file.write(json.dumps({"step": 4, "response_length/judge/clip_ratio": 0.5, **unusual}).encode() + b"\n")
     catalog = look_at(run)
     assert catalog.trace == []
-    found = measured.warnings(catalog)
-    listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
-    said = [each["text"] for each in found if each["kind"] == "said"]
+    warnings = measured.warnings(catalog)
+    listed = [(each.get("first_step"), each["step"], each["kind"]) for each in warnings]
+    said = [each["text"] for each in warnings if each["kind"] == "said"]
     assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # reported once, by rank 0 for all
     assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
     of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite"), *((4, 4, name) for name in unusual)]
     assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said"), (None, None, "trace.json")]
-    assert [step for _, step, _ in listed] == [4, 4, 4, 3, 3, 2, 1, None] and "grad_spikes up to 2)" in str(found)
+    assert [step for _, step, _ in listed] == [4, 4, 4, 3, 3, 2, 1, None] and "grad_spikes up to 2)" in str(warnings)
 
 
 def test_the_speed_of_a_step_is_shown_beside_the_plan(tmp_path: Path) -> None:

@@ -21,23 +21,23 @@ from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 
 
-def draws(right: float, problems: range, seed: int, of: str = "") -> list[Draw]:
+def draws(right: float, problems: range, seed: int, data_set: str = "") -> list[Draw]:
     """Return two draws of each problem, whose difficulty is the same in all runs."""
-    rng, found = random.Random(seed), []
+    rng, drawn = random.Random(seed), []
     for i in problems:
         ease = random.Random(f"ease {i}").random()
         for _ in range(2):
             alone, system = (float(rng.random() < min(1.0, ease * 2 * rate)) for rate in (0.5, right))
             said = [Said(correct=value, answer=str(value)) for value in (system, alone)]
-            found.append(Draw(of=of, problem=f"p{i}", question=f"q{i}", system=said[0], alone=said[1], calls=[]))
-    return found
+            drawn.append(Draw(of=data_set, problem=f"p{i}", question=f"q{i}", system=said[0], alone=said[1], calls=[]))
+    return drawn
 
 
-def keep(folder: Path, found: list[Draw]) -> Path:
+def keep(folder: Path, drawn: list[Draw]) -> Path:
     with Kept(folder) as kept:
-        for i, draw in enumerate(found):
+        for i, draw in enumerate(drawn):
             kept.draws.add(str(i), draw.model_dump(mode="json"))
-    write_json(folder / EVALUATION, Scorer([AgentSpec("solver")], {}, {}).evaluation(found, {}).model_dump(mode="json"))
+    write_json(folder / EVALUATION, Scorer([AgentSpec("solver")], {}, {}).evaluation(drawn, {}).model_dump(mode="json"))
     return folder
 
 
@@ -80,7 +80,7 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert [gap(sets, sets, row).num_problems for row in rows] == [7, 7, 4, 3]
 
 
-def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
+def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:
     runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("a", "b")]
     for run, rate in zip(runs, (1e-5, 2e-5), strict=True):
         settings = {"run": {"seed": 3, "name": run.name}, "policies": {"main": {"optimizer": {"lr": rate}}}}
@@ -114,22 +114,22 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     assert "run one" in shown and "run two" in shown and "system" in shown and "[+0." in shown
     course = [line for line in shown.splitlines() if " 0.0" in line and "│" in line]
     assert len(course) == 6, shown  # three evaluations per run, each with its hours
-    found = answers_in(tmp_path / "compare.html")["compare"]
-    assert found["names"] == ["run one", "run two"] and {len(row["cells"]) for row in found["rows"]} == {2}
+    compared = answers_in(tmp_path / "compare.html")["compare"]
+    assert compared["names"] == ["run one", "run two"] and {len(row["cells"]) for row in compared["rows"]} == {2}
     titles = {"system: share right", "alone: share right", "reward, mean of all agents"}
-    assert {chart["title"] for chart in found["charts"]} == titles
-    for chart in found["charts"]:
+    assert {chart["title"] for chart in compared["charts"]} == titles
+    for chart in compared["charts"]:
         for curve in chart["curves"]:
             assert len({len(curve[name]) for name in ("step", "tokens", "hours", "mean", "low", "high")}) == 1
             assert None not in curve["mean"] and (None in curve["low"]) == chart["title"].startswith("reward")
-    cell = found["rows"][-1]["cells"][1]
+    cell = compared["rows"][-1]["cells"][1]
     assert (cell["num_problems"], cell["is_clear"], cell["is_better"]) == (60, True, True)  # last evaluation
     run = read_compared(Path(paths[0]))
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (first, middle, last) = (place for place, _ in run.evaluations)
     assert (first.tokens, middle.tokens, last.tokens) == (3000, 12_000, 18_000)
     assert 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
-    back = side_by_side([read_compared(Path(path)) for path in reversed(paths)], found["names"])["rows"][-1]["cells"]
+    back = side_by_side([read_compared(Path(path)) for path in reversed(paths)], compared["names"])["rows"][-1]["cells"]
     assert [(cell["is_clear"], cell["is_better"]) for cell in back] == [(False, False), (True, False)]
     assert names_of([Path("/r/a/x"), Path("/r/b/x"), Path("/r/y"), Path("/r/y")]) == ["a/x", "b/x", "/r/y", "/r/y"]
 

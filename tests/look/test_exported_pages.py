@@ -32,14 +32,14 @@ def answers_in(page: Path) -> dict[str, Any]:
     return {key.replace("\n", "?", 1).replace("\n", "&"): value for key, value in content["answers"].items()}
 
 
-def told(run: RunDirectory) -> dict[str, Any]:
+def report_of(run: RunDirectory) -> dict[str, Any]:
     return answers_in(write_report(run.path))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers of a finished run's report."""
-    return told(make_run(tmp_path_factory.mktemp("whole")))
+    return report_of(make_run(tmp_path_factory.mktemp("whole")))
 
 
 def test_model_text_is_data_of_a_script_that_loads_nothing(tmp_path: Path) -> None:
@@ -80,40 +80,40 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
 
 
 def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> None:
-    empty = told(RunDirectory.create(tmp_path, "empty", "p"))
+    empty = report_of(RunDirectory.create(tmp_path, "empty", "p"))
     assert empty["overview?run=0"]["summary"] is None and empty["samples?run=0"]["rows"] == []
-    unfinished = told(make_run(tmp_path, finished=False, num_steps=1))
+    unfinished = report_of(make_run(tmp_path, finished=False, num_steps=1))
     assert unfinished["overview?run=0"]["last_step"] == 0 and unfinished["samples?run=0"]["num"] == 12
     run = RunDirectory.create(tmp_path, "blind", "p")
     save_summary(run.summary, make_summary(before=None, after=None))
-    assert told(run)["overview?run=0"]["rows"] == [] and told(run)["overview?run=0"]["summary"]
+    assert report_of(run)["overview?run=0"]["rows"] == [] and report_of(run)["overview?run=0"]["summary"]
     save_summary(run.summary, make_summary(before=None))
-    seen = told(run)["overview?run=0"]
+    seen = report_of(run)["overview?run=0"]
     assert [row["before"] for row in seen["rows"]] == [None] * 5 and len(seen["confusions"]) == 2
     run.summary.write_text("{}")
-    assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
+    assert "is not a run summary" in report_of(run)["overview?run=0"]["why_not"]
 
 
 def test_a_run_is_running_finished_or_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that wrote its report has finished; a killed one has stopped."""
     run = make_run(tmp_path, num_steps=1)
     lock = RunLock(run)
-    assert told(run)["runs"][0]["standing"] == "finished"
+    assert report_of(run)["runs"][0]["standing"] == "finished"
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert told(run)["runs"][0]["standing"] == "running"
+    assert report_of(run)["runs"][0]["standing"] == "running"
     lock.release()
-    assert told(run)["runs"][0]["standing"] == "finished"
+    assert report_of(run)["runs"][0]["standing"] == "finished"
     run.summary.unlink()
-    assert told(run)["runs"][0]["standing"] == "stopped"
+    assert report_of(run)["runs"][0]["standing"] == "stopped"
     run.lock.unlink()
-    assert told(run)["runs"][0]["standing"] == "not finished"
+    assert report_of(run)["runs"][0]["standing"] == "not finished"
 
 
 def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     write_samples(run, 0, [make_group(make_sample("child", "verifier1", parent_uid="gone", text="x" * 7000))])
-    assert [row["uid"] for row in told(run)["samples?run=0"]["rows"]] == ["child"]
-    assert "1,000 characters left out" in told(run)["sample?run=0&step=0&line=1"]["record"]["text"]
+    assert [row["uid"] for row in report_of(run)["samples?run=0"]["rows"]] == ["child"]
+    assert "1,000 characters left out" in report_of(run)["sample?run=0&step=0&line=1"]["record"]["text"]
 
 
 def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_path: Path) -> None:
