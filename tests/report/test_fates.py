@@ -49,15 +49,15 @@ def test_every_sample_has_the_fate_that_happened_to_it() -> None:
         TrainedSample("right", 1, 0.1, True, 2),
         TrainedSample("skipped", 4, 0.4, False),
     ]
-    found = fates(groups, {"solver"}, credited, updates)
-    assert found["right"] == SampleFate("trained", 4, 4, 2, 0.1)  # the sample's parts on two ranks
-    assert {uid: fate.fate for uid, fate in found.items()} == {
+    by_uid = fates(groups, {"solver"}, credited, updates)
+    assert by_uid["right"] == SampleFate("trained", 4, 4, 2, 0.1)  # the sample's parts on two ranks
+    assert {uid: fate.fate for uid, fate in by_uid.items()} == {
         "right": "trained", "wrong": "lost", "skipped": "update skipped", "unjudged": "no reward", "cut": "cut",
         "alike0": "zero advantage", "alike1": "zero advantage", "left": "unread", "again": "superseded",
         "judge": "not trained",
     }  # fmt: skip
-    assert {fate.fate for fate in found.values()} == {*FATES} - {"balanced away"}
-    assert (found["again"].num_sampled, found["again"].num_trained) == (4, 0)
+    assert {fate.fate for fate in by_uid.values()} == {*FATES} - {"balanced away"}
+    assert (by_uid["again"].num_sampled, by_uid["again"].num_trained) == (4, 0)
 
 
 def test_samples_that_balancing_leaves_out_are_named() -> None:

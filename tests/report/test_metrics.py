@@ -58,7 +58,7 @@ def test_metrics_are_never_overwritten_and_steps_never_repeat(run: RunDirectory)
         MetricsLog(run)
 
 
-def test_zeros_are_told_with_a_number_and_an_example() -> None:
+def test_unread_answers_are_reported_with_share_and_example() -> None:
     form = "answer in the form \\boxed{...}"
     cut, plain = Ended(False, True, 128, "so we\x1b[2J\tadd\n\n"), Ended(False, False, 9, "<b>It</b> is\n18\u202e")
     read, unasked = Ended(True, False, 20, "\\boxed{18}"), Ended(False, True, 0, "")
@@ -75,7 +75,7 @@ def test_zeros_are_told_with_a_number_and_an_example() -> None:
 
 
 @pytest.mark.parametrize("step", [None, -1, 0, 3])
-def test_wandb_must_have_a_run_only_where_steps_are_left_of_it(
+def test_wandb_resumes_only_a_run_with_logged_steps(
     step: int | None, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, object]] = []

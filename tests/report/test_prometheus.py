@@ -35,15 +35,15 @@ EACH = {f"small/{name}" if name.startswith("actor/") else name: 2.0 for name in 
 
 def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Return {name: {labels: value}}."""
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    metrics: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         for family in text_string_to_metric_families(answer.read().decode()):
             for sample in family.samples:
                 labels = tuple(sorted(sample.labels.items()))
                 assert all(sample.labels.values()), f"{sample.name} {labels}: a label that says nothing"
-                assert labels not in found.setdefault(sample.name, {}), f"{sample.name} {labels} is there twice"
-                found[sample.name][labels] = sample.value
-    return found
+                assert labels not in metrics.setdefault(sample.name, {}), f"{sample.name} {labels} is there twice"
+                metrics[sample.name][labels] = sample.value
+    return metrics
 
 
 def test_a_scrape_has_last_row_totals_and_all_alert_metrics() -> None:

@@ -50,26 +50,26 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     text = "né 中!"
     ids = np.array([*text.encode(), renderer.eos_id], np.int32)
     num = len(ids)
-    own = np.arange(num) != 4  # a tool wrote this token
+    is_sampled = np.arange(num) != 4  # a tool wrote this token
     logprobs = np.linspace(-2, -0.1, num).astype(np.float32)
-    sample = make_sample("u", token_ids=ids, is_sampled=own, rollout_logprobs=logprobs, text=text)
+    sample = make_sample("u", token_ids=ids, is_sampled=is_sampled, rollout_logprobs=logprobs, text=text)
     marks = np.array([CLIPPED, GATED | MASKED, MASKED] + [0] * (num - 4), np.uint8)
-    trained = TrainedTokens("u", logprobs[own] - 1, logprobs[own] * -1, marks, update=2)
+    trained = TrainedTokens("u", logprobs[is_sampled] - 1, logprobs[is_sampled] * -1, marks, update=2)
     other = make_sample("v")
     records = [token_record(sample, 7, 3, "main", renderer, trained), token_record(other, 7, 4, "main", renderer)]
     run = RunDirectory.create(tmp_path, "a", "p")
-    found, untrained = read_tokens(write_tokens(run, 7, records))
+    logged, untrained = read_tokens(write_tokens(run, 7, records))
     assert list(step_files(run.tokens)) == [7]
-    pieces = [found.text[a:b] for a, b in zip([0, *found.ends], found.ends, strict=False)]
+    pieces = [logged.text[a:b] for a, b in zip([0, *logged.ends], logged.ends, strict=False)]
     assert pieces == ["n", "", "é", " ", "", "", "中", "!", "<|im_end|>"]
-    assert (found.line, found.update, untrained.update) == (3, 2, 0)
-    assert found.segments == sample.segments and found.token_ids.tolist() == ids.tolist()
-    assert found.rollout_logprobs[own].tolist() == logprobs[own].tolist()
-    assert found.logprobs[own].tolist() == (logprobs[own] - 1).tolist()
-    assert found.entropy[own].tolist() == (-logprobs[own]).tolist()
-    for column in (found.rollout_logprobs, found.logprobs, found.entropy):
-        assert np.isnan(column).tolist() == (~own).tolist()
-    flags = [np.flatnonzero(column).tolist() for column in (found.is_clipped, found.is_gated, found.is_masked)]
+    assert (logged.line, logged.update, untrained.update) == (3, 2, 0)
+    assert logged.segments == sample.segments and logged.token_ids.tolist() == ids.tolist()
+    assert logged.rollout_logprobs[is_sampled].tolist() == logprobs[is_sampled].tolist()
+    assert logged.logprobs[is_sampled].tolist() == (logprobs[is_sampled] - 1).tolist()
+    assert logged.entropy[is_sampled].tolist() == (-logprobs[is_sampled]).tolist()
+    for column in (logged.rollout_logprobs, logged.logprobs, logged.entropy):
+        assert np.isnan(column).tolist() == (~is_sampled).tolist()
+    flags = [np.flatnonzero(column).tolist() for column in (logged.is_clipped, logged.is_gated, logged.is_masked)]
     assert flags == [[0], [1], [1, 2]]
     assert np.isnan(untrained.logprobs).all() and np.isfinite(untrained.rollout_logprobs).all()
 
