@@ -191,14 +191,14 @@ class Play:
 
 
 class Looker:
-    """Stands in for a tool pool; the function `found` answers the calls. called: number of calls by call id."""
+    """Stands in for a tool pool; the function `answer` answers the calls. called: number of calls by call id."""
 
-    def __init__(self, found: Callable[[ToolCall], ToolOutput]) -> None:
-        self.found, self.called, self.threads = found, Counter[str](), ThreadPoolExecutor(4)
+    def __init__(self, answer: Callable[[ToolCall], ToolOutput]) -> None:
+        self.answer, self.called, self.threads = answer, Counter[str](), ThreadPoolExecutor(4)
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
         self.called[call.id] += 1
-        return self.threads.submit(self.found, call)
+        return self.threads.submit(self.answer, call)
 
     def take_counts(self) -> Mapping[str, float]:
         return {}

@@ -112,7 +112,7 @@ def test_a_place_for_a_lost_engine_is_sought_every_5_seconds() -> None:
         served(pool, asks(9), "slots")
 
 
-def test_a_restarted_engine_holds_the_weights_of_now() -> None:
+def test_a_restarted_engine_gets_the_current_weights() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     pool.update_weights(WeightUpdate("version_1", 1))
@@ -131,9 +131,9 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
 
 
 def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
-    replicas, told, reasons, can_send = MortalReplicas(2, tokens_per_step=None), list[Any](), dict[int, str](), True
+    replicas, calls, reasons, can_send = MortalReplicas(2, tokens_per_step=None), list[Any](), dict[int, str](), True
     pool = replicas.pool()
-    pool.on_call = lambda replica, method, start, end: told.append((replica, method))
+    pool.on_call = lambda replica, method, start, end: calls.append((replica, method))
     update = WeightUpdate("", 1)
 
     def feed(replica: int) -> Timed | Lost | None:
@@ -142,7 +142,7 @@ def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
     pool.set_feed(feed)
     replicas.dead.add(1)
     answers = pool.receive_weights(dict.fromkeys(pool.engines, update), reasons.__setitem__)
-    assert reasons == {1: "its process has died"} and told == [(0, "update_weights")]
+    assert reasons == {1: "its process has died"} and calls == [(0, "update_weights")]
     pool.replace(reasons)
     answers = pool.receive_weights(dict.fromkeys(pool.engines, update))
     pool.note_weights(1, [answer.value.checksums[0] for answer in answers.values() if isinstance(answer, Timed)][:1])
@@ -156,8 +156,8 @@ def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
     ended = [result for _ in range(20) for result in pool.collect(0.0)]
     assert all(map(is_whole, ended)) and len(ended) == 6 and {result.version for result in ended} == {1}
     assert replicas.restarts[3:] == [1] and pool.take_faults().resubmitted == 6
-    told.clear()
-    assert served(pool, asks(1), "at once", version=1) and [method for _, method in told] == ["collect"]
+    calls.clear()
+    assert served(pool, asks(1), "at once", version=1) and [method for _, method in calls] == ["collect"]
 
 
 class Mistaken(MortalReplicas):
@@ -233,31 +233,31 @@ def test_an_engine_lost_in_an_adapter_update_loses_no_request(when: str, fault: 
     if when == "drained":
         strike(0)
     parts = {result.uid: result for result in pool.drain("a")}
-    own = [request for request in requests if request.uid in parts and request.adapter == "a"]
-    ended |= {uid: result for uid, result in parts.items() if uid not in {request.uid for request in own}}
+    updated = [request for request in requests if request.uid in parts and request.adapter == "a"]
+    ended |= {uid: result for uid, result in parts.items() if uid not in {request.uid for request in updated}}
     if when == "updated":
         strike(1)
     pool.update_adapters([AdapterUpdate("a", "a/1", 1)])
     if when == "scored":
         strike(1)
     pool.score([np.arange(5, dtype=np.int32)], "a")
-    assert replicas.restarts and own
+    assert replicas.restarts and updated
     again = [
         replace(each, token_ids=np.concatenate([each.token_ids, parts[each.uid].token_ids]), adapter_version=1)
-        for each in own
+        for each in updated
         if parts[each.uid].finish is Finish.UNFINISHED
     ]
     pool.submit(again, version=0)
     while pool.num_under_way:
         ended |= {result.uid: result for result in pool.collect(0.0)}
     for request in requests:
-        known = parts[request.uid].token_ids.tolist() if request in own else []
+        known = parts[request.uid].token_ids.tolist() if request in updated else []
         said = known + (ended[request.uid].token_ids.tolist() if request.uid in ended else [])
         assert said == completion(request.uid), request.uid
     assert {ended[each.uid].version for each in again} == {1}
 
 
-def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
+def test_a_request_given_up_in_an_adapter_update_is_reported() -> None:
     replicas = MortalReplicas(adapters=["a"])
     pool = replicas.pool(attempts=1, slots=1)
     request, *others = asks(4)

@@ -78,18 +78,18 @@ def begun(stages: Stages) -> list[OpenAsk]:
     return [*stages.state.open.values()]
 
 
-def answer(each: Completion, tokens: int | str, finish: Finish = Finish.STOP, **more: Any) -> DecodeResult:
+def answer(completion: Completion, tokens: int | str, finish: Finish = Finish.STOP, **more: Any) -> DecodeResult:
     ids = np.array([ord(c) for c in tokens] if isinstance(tokens, str) else range(40, 40 + tokens), np.int32)
-    return DecodeResult(each.uid, ids, -ids.astype(np.float32), finish, 7, **more)
+    return DecodeResult(completion.uid, ids, -ids.astype(np.float32), finish, 7, **more)
 
 
 def says(
-    stages: Stages, each: Completion, tokens: int | str, finish: Finish = Finish.STOP, **more: Any
+    stages: Stages, completion: Completion, tokens: int | str, finish: Finish = Finish.STOP, **more: Any
 ) -> Sample | None:
     """Give the completion this segment; return its sample once it is over."""
-    del sent(stages)[each.uid]
-    stages.absorb([answer(each, tokens, finish, **more)])
-    return each.sample if each.state is State.OVER else None
+    del sent(stages)[completion.uid]
+    stages.absorb([answer(completion, tokens, finish, **more)])
+    return completion.sample if completion.state is State.OVER else None
 
 
 def groups(stages: Stages) -> list[Group]:
@@ -156,27 +156,27 @@ def test_unreadable_outputs_are_penalised_if_configured() -> None:
 
 def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
     # A completion has at most 48 tokens, with a penalty from 38 on. Only the length decides, not the answer or the finish reason.
-    def reward(own: dict[str, Any], said: str, finish: Finish = Finish.STOP, **options: Any) -> Reward:
+    def reward(settings: dict[str, Any], text: str, finish: Finish = Finish.STOP, **options: Any) -> Reward:
         stages = stages_of(**options)
-        solver = AgentConfig.model_validate(own)
+        solver = AgentConfig.model_validate(settings)
         set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": solver}))
-        sample = says(stages, begun(stages)[0].completions[0], said, finish)
+        sample = says(stages, begun(stages)[0].completions[0], text, finish)
         assert sample is not None
         return sample.reward
 
     def said(tokens: int) -> str:
         return "." * (tokens - 10) + r"\boxed{7}" + "\x01"
 
-    own = {"overlong": {"buffer": 10}}
-    assert reward(own, said(38)) == Reward(1.0, 1.0, {"overlong": 0.0})
-    assert reward(own, said(43)) == Reward(0.5, 1.0, {"overlong": -0.5})
-    assert reward(own, "." * 48, Finish.LENGTH) == Reward(-1.0, 0.0, {"overlong": -1.0}, note="overlong")
+    overlong = {"overlong": {"buffer": 10}}
+    assert reward(overlong, said(38)) == Reward(1.0, 1.0, {"overlong": 0.0})
+    assert reward(overlong, said(43)) == Reward(0.5, 1.0, {"overlong": -0.5})
+    assert reward(overlong, "." * 48, Finish.LENGTH) == Reward(-1.0, 0.0, {"overlong": -1.0}, note="overlong")
     assert reward({"overlong": {"buffer": 10, "penalty": 0.2}}, said(43)).value == pytest.approx(0.9)
     # The agent's own limit, and an additional penalty for its form.
-    cut = reward({**own, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
+    cut = reward({**overlong, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
     assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
     carried_over = reward(
-        {**own, "max_response_tokens": 30}, "." * 40, Finish.LENGTH
+        {**overlong, "max_response_tokens": 30}, "." * 40, Finish.LENGTH
     )  # a sample from before the limit was lowered
     assert carried_over.value == -1
     assert reward({}, "." * 48, Finish.LENGTH) == Reward(0.0, 0.0, note="overlong")
@@ -221,7 +221,7 @@ def test_tokens_that_drafts_proposed_are_counted() -> None:
 
 @pytest.mark.parametrize(("completion", "closes"), [("wait", []), ("drop_stragglers", [6, 7])])
 def test_a_group_drops_its_stragglers_at_its_age_limit(completion: str, closes: list[int]) -> None:
-    found = []
+    closed_at = []
     for version in range(3, 8):
         stages = stages_of(group_completion=completion, max_group_age=2, group_size=4)
         first, other = begun(stages)  # the asks begin at version 3
@@ -233,26 +233,26 @@ def test_a_group_drops_its_stragglers_at_its_age_limit(completion: str, closes: 
         closed = {group.group_id: group for group in groups(stages)}
         if "000001/solver" not in closed:
             continue
-        found.append(version)
+        closed_at.append(version)
         assert [sample.uid[-1] for sample in closed["000001/solver"].samples] == ["0", "2", "3"]
         assert closed["000002/solver"].samples == () and other.ask.id not in stages.state.open
         assert (counts(stages)["rollout/dropped_stragglers"], counts(stages)["rollout/errors"]) == (1 + 4, 1)
         assert not {"000001", "000002"} & set(stages.state.instances)
-    assert found == closes
+    assert closed_at == closes
 
 
 @pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])
 def test_only_total_stage_size_counts_carried_over_groups(stage_size: str, drawn: list[int]) -> None:
     """The number of new problems is rounded to the nearest integer."""
-    found = []
+    num_new = []
     for num_carried in (0, 1, 2, 5):
         stages = stages_of(stage_size=stage_size, prompts_per_step=4, segments=2)  # groups of 3
         begun(stages)
-        each = [each for ask in stages.state.open.values() for each in ask.completions]
-        for carried, completion in enumerate(each):
+        opened = [completion for ask in stages.state.open.values() for completion in ask.completions]
+        for carried, completion in enumerate(opened):
             says(stages, completion, *((24, Finish.LENGTH) if carried < num_carried else ("no answer", Finish.STOP)))
-        found.append(stages.state.num_instances - 4)
-    assert found == drawn
+        num_new.append(stages.state.num_instances - 4)
+    assert num_new == drawn
 
 
 PER_STEP = 3
@@ -265,7 +265,7 @@ def play(
     which takes one second of the clock.
     """
     team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
-    collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int, str]](), 0
+    collect, ended, reported, num_steps = engine.collect, list[Played](), list[tuple[int, int, int, str]](), 0
 
     def counted(timeout_s: float) -> list[DecodeResult]:
         nonlocal num_steps
@@ -274,7 +274,7 @@ def play(
 
     engine.collect = counted  # type: ignore[method-assign]
     play = EvaluationPlay(
-        team, {"main": 0}, 48, Sampling(), progress=lambda *progress: told.append(progress), on_end=ended.append,
+        team, {"main": 0}, 48, Sampling(), progress=lambda *progress: reported.append(progress), on_end=ended.append,
         most_open=most_open, now=lambda: float(num_steps),
     )  # fmt: skip
     problem = Problem("p", "question", "7", "math")
@@ -285,18 +285,18 @@ def play(
         assert each.episode.is_at_its_end
         assert {sample.uid for sample in each.samples} == {f"{ask}:0" for ask in each.episode.answers}
         assert each.seconds == {sample.uid: 0.5 for sample in each.samples}
-    return ended, told, num_steps
+    return ended, reported, num_steps
 
 
 @pytest.mark.parametrize("most_open", [None, 3, 1])
 def test_free_slots_are_used_and_latency_is_per_episode(
     most_open: int | None,
 ) -> None:
-    ended, told, num_steps = play(range(10), most_open)
+    ended, reported, num_steps = play(range(10), most_open)
     steps = [[math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples] for each in ended]
     rounds = [max(each[k] for each in steps if k < len(each)) for k in range(max(map(len, steps)))]
     assert most_open or (len(rounds) > 3 and num_steps == max(map(sum, steps)) < sum(rounds))
-    assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples), "")
+    assert reported[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples), "")
     assert [each.latency_s for each in ended] == list(map(sum, steps))
     if most_open == 1:
         assert num_steps == sum(map(sum, steps))
@@ -304,7 +304,7 @@ def test_free_slots_are_used_and_latency_is_per_episode(
 
 def test_single_asks_end_with_their_sample_and_play_no_further() -> None:
     team, (engine,) = letter_team(letter_config())
-    collect, told, said = engine.collect, list[tuple[int, int, int, str]](), list[Completion]()
+    collect, reported, completed = engine.collect, list[tuple[int, int, int, str]](), list[Completion]()
 
     def cut(timeout_s: float) -> list[DecodeResult]:
         two = [(each, each.token_ids[:2], each.logprobs[:2]) for each in collect(timeout_s)]
@@ -313,17 +313,17 @@ def test_single_asks_end_with_their_sample_and_play_no_further() -> None:
     engine.collect = cut  # type: ignore[method-assign]
     agents = {**team.agents, "corrector1": AgentConfig(max_input_tokens=1)}
     play = EvaluationPlay(
-        replace(team, agents=agents), {"main": 0}, 48, Sampling(), on_said=said.append,
-        progress=lambda *progress: told.append(progress),
+        replace(team, agents=agents), {"main": 0}, 48, Sampling(), on_said=completed.append,
+        progress=lambda *progress: reported.append(progress),
     )  # fmt: skip
     problem = Problem("p", "question", "7", "math")
     one, two, other = (Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in range(3))
     asks = (one, "solver", 0), (one, "solver", 1), (two, "solver", 0), (two, "corrector1", 0)
     asked = play.ask([(episode, episode.ask(agent, turn=turn)) for episode, agent, turn in asks], seed=0)
     play.finish()
-    assert sorted(each.uid for each in said) == sorted(each.uid for each in asked)
+    assert sorted(each.uid for each in completed) == sorted(each.uid for each in asked)
     ends = [(len(each.token_ids), each.sample and each.sample.finish) for each in asked]
-    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1][3] == ""
+    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and reported[-1][3] == ""
     ended, too_long = list[Played](), dict.fromkeys(team.agents, AgentConfig(max_input_tokens=1))
     play = EvaluationPlay(replace(team, agents=too_long), {"main": 0}, 48, Sampling(), on_end=ended.append)
     play.add([other], seed=0)

@@ -196,13 +196,13 @@ def test_each_segment_keeps_the_record_of_its_own_weights(model: Path, other: Pa
         differ += int((np.sort(old) != np.sort(new)).any((1, 2)).sum())
         assert len(sample.kept_tokens.counts) == 24 and (sample.kept_tokens.counts > 0).all()
     assert differ > 20  # the two versions choose differently, so the record must be of the right one
-    for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
+    for weights, segment in ((model, slice(0, 12)), (other, slice(12, 24))):
         sequences = train_sequences(samples)
         (batch,) = micro_batches(sequences, 1)
         (scored,) = learner_of(weights, router_replay="none").score([batch])
         ends = np.cumsum([len(sequence.token_ids) for sequence in sequences])
         for sequence, logprobs in zip(sequences, np.split(scored[batch.mask].numpy(), ends[:-1]), strict=True):
-            np.testing.assert_allclose(logprobs[own], sequence.rollout_logprobs[own], atol=1e-4)
+            np.testing.assert_allclose(logprobs[segment], sequence.rollout_logprobs[segment], atol=1e-4)
         parallel.stop()
     stats = step(other, train_sequences(samples))
     assert stats.replay is not None and stats.replay.tokens_differ > 0 and stats.prob_diff_max > 0.01

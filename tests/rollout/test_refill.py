@@ -176,7 +176,7 @@ def test_the_batch_does_not_depend_on_the_order_of_finishing(pipeline: str) -> N
     assert batches[0] == batches[1] and batches[0][1]["problems"] == 4
 
 
-def test_with_overlap_the_newest_stage_waits_for_an_added_problem() -> None:
+def test_with_overlap_a_stage_waits_for_its_added_problem() -> None:
     config = letter_config(overlap=1, refill={"groups": 2})
     slow = live(2, 3, 4, 5, lengths=lambda number: 30 if number == 5 else 2)
     play = Play(config, script=slow, counting=Counting(spread_of, "solver"), orchestration="solver")
@@ -197,13 +197,13 @@ def test_with_overlap_each_dead_group_adds_one_problem_at_once() -> None:
     pool = EnginePool(LocalReplicas([engine]), slots=12)
     play = Play(config, pool=pool, counting=Counting(spread_of, "solver"), orchestration="solver")
     play.stages.want()
-    found = []
+    num_added = []
     while len(play.stages.state.closed) < 3:
         before = len(play.stages.state.closed)
         play.stages.advance(0.0)
         if len(play.stages.state.closed) > before:
-            found.append(play.stages.state.num_instances - 4 * play.stages.state.num_stages)
-    assert found == [1, 2, 2]  # problems are added up to the limit
+            num_added.append(play.stages.state.num_instances - 4 * play.stages.state.num_stages)
+    assert num_added == [1, 2, 2]  # problems are added up to the limit
     assert counts(next_batch(play.stages))["problems"] == 2
 
 
@@ -246,8 +246,10 @@ def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, res
     """Return the epochs below 20 in which `problem`, one of three, is drawn. dead: epochs in which its groups have no spread."""
     epoch = 0
 
-    def judged(of: Problem, answer: str) -> Future[Reward]:
-        return known(Reward(1.0, 1.0)) if of.id == problem and epoch in dead else judge(of, answer)
+    def judged(judged_problem: Problem, answer: str) -> Future[Reward]:
+        return (
+            known(Reward(1.0, 1.0)) if judged_problem.id == problem and epoch in dead else judge(judged_problem, answer)
+        )
 
     config = letter_config(overlap=0, prompts_per_step=1, group_size=2)
     options: dict[str, Any] = {"script": live(*range(1, 70)), "judge": judged, "orchestration": "solver"}
@@ -269,7 +271,7 @@ def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, res
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_dead_problem_rests_longer_each_time_until_it_has_spread(restart: bool) -> None:
+def test_a_dead_problem_rests_longer_until_it_has_spread(restart: bool) -> None:
     assert epochs_of("p0", range(20), restart=restart) == [0, 2, 5, 10, 15]
     assert epochs_of("p1", {0, 2, 6}, restart=restart) == [0, 2, 5, 6, *range(8, 20)]
     assert epochs_of("p1", range(20), rest=0) == [*range(20)]
@@ -298,8 +300,8 @@ def test_problems_do_not_rest_after_a_resume_without_data_rest() -> None:
 
 
 def test_a_problem_without_known_rewards_does_not_rest() -> None:
-    def lost(of: Problem, answer: str) -> Future[Reward]:
-        return known(Reward(float("nan"), float("nan"))) if of.id == "p0" else known(Reward(1.0, 1.0))
+    def lost(problem: Problem, answer: str) -> Future[Reward]:
+        return known(Reward(float("nan"), float("nan"))) if problem.id == "p0" else known(Reward(1.0, 1.0))
 
     config = letter_config(overlap=0, prompts_per_step=3, refill={"groups": 1})
     play = Play(

@@ -34,7 +34,7 @@ def endless(request: DecodeRequest) -> list[int]:
     return [ord(".")] * 999
 
 
-def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
+def test_inputs_picked_in_a_stage_are_sent_in_the_next_one() -> None:
     play = Play(letter_config(overlap=0, prompts_per_step=3))
     sent = submissions(play.pool)
     for version in range(5):
@@ -77,12 +77,12 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
 @pytest.mark.parametrize(("segments", "trains_whole", "oldest"), [(1, False, 0), (4, False, 3), (1, True, 4)])
 def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_whole: bool, oldest: int) -> None:
     """Ages are counted in versions, without overlap. Each of the five agents plays one step later than the agent before it."""
-    play, found = Play(letter_config(overlap=0, segments=segments)), list[int]()
+    play, ages = Play(letter_config(overlap=0, segments=segments)), list[int]()
     play.stages.trains_whole = trains_whole
     for version in range(12):
         (groups,) = play.train(1, rounds_while_training=0)
-        found += [version - sample.oldest_version for group in groups for sample in group.samples]
-    assert max(found) == oldest
+        ages += [version - sample.oldest_version for group in groups for sample in group.samples]
+    assert max(ages) == oldest
 
 
 def test_the_trainer_raises_thread_errors_with_their_traceback() -> None:
