@@ -118,9 +118,9 @@ def test_a_table_compares_several_columns() -> None:
     )
     results = {}
     for seed in range(3):
-        for arm, found in (("whole", {"solver": 0.2}), ("gate off", {"solver": 0.3 + 0.001 * (seed - 1)})):
+        for arm, accuracies in (("whole", {"solver": 0.2}), ("gate off", {"solver": 0.3 + 0.001 * (seed - 1)})):
             key, each = result(arm, seed, 0.5)
-            results[key] = replace(each, found=each.found | found)
+            results[key] = replace(each, found=each.found | accuracies)
     heading, _, _, off = evidence_page.table(claim, results).splitlines()
     assert heading == "|  | seeds | team | Solver | difference, team | difference, Solver |"
     assert off == "| gate off | 3 | .500 ± 0 | .300 ± .002 | +0 ± 0 | **+.100 ± .002** |"

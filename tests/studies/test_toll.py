@@ -19,15 +19,15 @@ from marsrl.trainer.config import CreditConfig
 def played(words: str) -> tuple[list[str], list[float]]:
     """Play a session on `47`, whose answer is 7; return (what the agent reads, rewards of its turns)."""
     game, heard, rewards = Toll(), list[str](), list[float]()
-    said = game.reset(SimpleNamespace(question="47, 7", answer="7"))
+    reply = game.reset(SimpleNamespace(question="47, 7", answer="7"))
     for word in words:
-        heard.append(said)
-        said, reward = found if isinstance(found := game.step(word), tuple) else (found, 0.0)
+        heard.append(reply)
+        reply, reward = found if isinstance(found := game.step(word), tuple) else (found, 0.0)
         rewards.append(reward)
-        if isinstance(said, float):
-            rewards[-1] += said
+        if isinstance(reply, float):
+            rewards[-1] += reply
             break
-    assert isinstance(said, float), "the session goes on"
+    assert isinstance(reply, float), "the session goes on"
     return heard, rewards
 
 
