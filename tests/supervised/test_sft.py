@@ -263,7 +263,7 @@ def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
 
 def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer: ChatRenderer) -> None:
     fields = {"problem": "2 + 2", "solution": "It is 5."}
-    found = read(
+    demonstrations = read(
         {"agent": "verifier1", "prompt": fields, "completion": "wrong"},
         {"messages": [*CHAT, {"role": "assistant", "content": "4"}]},
         {"prompt": "<|im_start|>2 + 2 =", "completion": " 4"},
@@ -275,9 +275,9 @@ def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer
         ("any", renderer.render(chat)[0], "4"),
         ("any", renderer.encode_trusted("<|im_start|>2 + 2 ="), " 4"),
     ]
-    for line, (writer, prompt, completion) in zip(found.lines, expected, strict=True):
+    for line, (writer, prompt, completion) in zip(demonstrations.lines, expected, strict=True):
         sequence = line.sequence
-        assert (line.policy, found.writers[sequence.agent]) == ("main", writer)
+        assert (line.policy, demonstrations.writers[sequence.agent]) == ("main", writer)
         assert np.array_equal(sequence.prompt_ids, prompt) and sequence.is_sampled.all()
         assert renderer.decode(sequence.token_ids) == completion and sequence.token_ids[-1] == renderer.eos_id
         assert sequence.advantage == 1 and sequence.token_advantages is None
@@ -312,7 +312,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
         assert len(read({"messages": without}, renderer=thinks).lines) == 1
 
 
-def test_the_options_of_the_agents_template_hold(read: Read) -> None:
+def test_a_demonstration_trains_the_policy_of_its_agent(read: Read) -> None:
     """A demonstration that names an agent is rendered with the agent's template options, for the agent's policy."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
     words = (*policies, "agents={corrector1: {policy: a}, verifier2: {policy: b}, corrector2: {policy: a}}")
