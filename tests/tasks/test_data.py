@@ -332,7 +332,7 @@ def test_files_are_drawn_by_weight_without_early_repetition(files: list[Path]) -
         assert all(len(set(own[start : start + size])) == size for start in range(0, len(own) - size, size))
 
 
-def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
+def test_a_mixtures_file_that_is_all_held_out_is_named() -> None:
     mixture = Mixture([[Problem("0", "q", "a", "math")], [Problem("1", "r", "a", "math")]], [1.0, 2.0])
     kept = Mixture([*mixture.files[:1], [*some(2), Problem("2", "r", "a", "math")]], [1.0, 2.0]).without({"r"})
     assert [len(file) for file in kept.files] == [1, 2] and kept.weights == (1.0, 2.0) and len(kept) == 3
@@ -362,7 +362,7 @@ def test_evaluation_sets_are_named_and_drawn_independently(
 
 
 @pytest.mark.parametrize(
-    ("listed", "found"),
+    ("listed", "expected"),
     [
         ([], "data.eval is []; expected a path, or a list"),
         (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a; give one of them another name"),
@@ -371,8 +371,8 @@ def test_evaluation_sets_are_named_and_drawn_independently(
         ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; expected one of path, name, count, repeat"),
     ],
 )
-def test_a_list_of_sets_that_cannot_be_used_is_named(listed: Any, found: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(found)):
+def test_a_list_of_sets_that_cannot_be_used_is_named(listed: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(expected)):
         read_eval_files(listed)
 
 
@@ -426,10 +426,10 @@ WRONG: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "body", "said"), WRONG)
-def test_what_is_wrong_with_a_class_is_said_in_one_line(kind: str, body: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "body", "expected"), WRONG)
+def test_what_is_wrong_with_a_class_is_said_in_one_line(kind: str, body: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(OWN.replace("    pass", f"    {body}"))
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         own_problems(f"{tmp_path}/my_task.py:{kind}", {}, (), ())
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="task is .*: no file .*missing.py"):
@@ -446,9 +446,9 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("task", "options", "said"), REFUSED)
-def test_a_task_or_an_option_that_is_none_is_named(
-    task: str, options: dict[str, object], said: str, named: Callable[[str], str]
+@pytest.mark.parametrize(("task", "options", "expected"), REFUSED)
+def test_unknown_task_options_and_invalid_values_are_named(
+    task: str, options: dict[str, object], expected: str, named: Callable[[str], str]
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         build_task(named(task) if task == "Doubles" else task, options)

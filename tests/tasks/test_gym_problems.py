@@ -52,7 +52,7 @@ def test_gym_problems_repeat_and_held_out_ones_are_apart() -> None:
 
 @needs_gym
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"dataset": "chain_smu"}, "dataset is 'chain_smu'; .* the closest: chain_sum"),
         ({"dataset": "chain_sum", "min_trems": 3}, "unexpected keyword argument 'min_trems'"),
@@ -60,8 +60,8 @@ def test_gym_problems_repeat_and_held_out_ones_are_apart() -> None:
         ({}, "task_options.dataset: Field required"),
     ],
 )
-def test_wrong_options_of_gym_are_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_options_of_gym_are_named(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         own_problems("reasoning_gym", options, (), ())
 
 

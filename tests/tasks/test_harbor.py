@@ -69,7 +69,7 @@ def test_a_folder_of_tasks_is_read_as_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("toml", "gone", "said"),
+    ("toml", "gone", "expected"),
     [
         ("[", "", "sum: task.toml is invalid"),
         ("", "tests/test.sh", "sum: it has no tests/test.sh"),
@@ -82,11 +82,11 @@ def test_a_folder_of_tasks_is_read_as_problems(tmp_path: Path) -> None:
         ('[verifier]\nenvironment_mode = "separate"', "", "needs a container of its own"),
     ],
 )
-def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, toml: str, gone: str, said: str) -> None:
+def test_a_task_that_cannot_be_played_is_refused(tmp_path: Path, toml: str, gone: str, expected: str) -> None:
     task = folder_of(tmp_path, toml=toml)
     if gone:
         (task / gone).unlink()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         read_problems(tmp_path, "math")
 
 
@@ -123,7 +123,7 @@ def test_a_program_that_takes_too_long_is_ended_and_judged(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("test", "code", "down", "said"),
+    ("test", "code", "down", "expected"),
     [
         ("true", "0", "", "neither /logs/verifier/reward.json nor"),
         ("echo nan > /logs/verifier/reward.txt", "0", "", "expected a reward"),
@@ -137,7 +137,7 @@ def test_a_program_that_takes_too_long_is_ended_and_judged(tmp_path: Path) -> No
         (TEST, "0", "1", "need Docker, which does not run here"),
     ],
 )
-def test_without_a_reward_the_session_fails(tmp_path: Path, test: str, code: str, down: str, said: str) -> None:
+def test_without_a_reward_the_session_fails(tmp_path: Path, test: str, code: str, down: str, expected: str) -> None:
     done, calls = played(tmp_path, folder_of(tmp_path / "tasks", test=test), "4", "0", code, FAKE_DOWN=down)
-    assert done.returncode == 1 and said in done.stderr and done.stdout == "", (done.stdout, done.stderr)
+    assert done.returncode == 1 and expected in done.stderr and done.stdout == "", (done.stdout, done.stderr)
     assert bool(down) or calls.splitlines()[-1].startswith("rm -f ")

@@ -115,11 +115,11 @@ def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSear
             for ask in asks:
                 trace = left.pop(0)
                 assert AGENTS[ask.agent] is trace.role and team.messages(episode, ask) == trace.prompt
-                said = team.parse(bare(f"{ask.id}:0", ask.agent, trace.completion))
-                assert ask.agent == "verifier" or said.answer == trace.completion.split()[-2]
-                episode.close(ask, [replace(said, reward=team.reward(episode, ask, said, Reward(1.0, 1.0)))])
+                sample = team.parse(bare(f"{ask.id}:0", ask.agent, trace.completion))
+                assert ask.agent == "verifier" or sample.answer == trace.completion.split()[-2]
+                episode.close(ask, [replace(sample, reward=team.reward(episode, ask, sample, Reward(1.0, 1.0)))])
         num_whole += traces[-1].role is Role.ANSWERER and not episode.enter(team.follow(episode))[0]
-        assert share or said.answer == problem.answer
+        assert share or sample.answer == problem.answer
     assert num_whole == 60 if share == 0.0 else 15 < num_whole < 60
 
 
@@ -138,15 +138,15 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
         episode, left = Episode("0.0", "0", problem), list(traces)
         ((ask,), _) = episode.enter(team.follow(episode))
         ids = renderer.render(team.messages(episode, ask))[0].tolist()
-        said = bare(f"{ask.id}:0", ask.agent, "")
+        sample = bare(f"{ask.id}:0", ask.agent, "")
         while left:
             trace = left.pop(0)
             assert trace.role is Role.REASONER and ids == words_of(trace, renderer)[0]
-            said = team.parse(replace(said, full_text=trace.completion, finish=Finish.STOP))
+            sample = team.parse(replace(sample, full_text=trace.completion, finish=Finish.STOP))
             ids += [*words_of(trace, renderer)[1], renderer.eos_id]
-            if said.finish is not Finish.WAITING:
+            if sample.finish is not Finish.WAITING:
                 break
-            episode.wait(said)
+            episode.wait(sample)
             _, called = episode.enter(team.follow(episode))
             episode.outputs |= {call.id: ToolOutput.of(answered(call, problem, tool)) for call in called}
             # Unreadable code does not run.
@@ -156,11 +156,11 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
                 assert renderer.render(team.messages(episode, read))[0].tolist() == words_of(trace, renderer)[0]
                 note = team.parse(bare(f"{read.id}:0", read.agent, trace.completion))
                 episode.close(read, [replace(note, reward=team.reward(episode, read, note))])
-            going_on = team.continuation(episode, said)
+            going_on = team.continuation(episode, sample)
             assert going_on is not None and not isinstance(going_on, str)
             ids += renderer.next_turn(going_on).tolist()
-            said = replace(said, turn=said.turn + 1)
-        num_right += said.answer == problem.answer
+            sample = replace(sample, turn=sample.turn + 1)
+        num_right += sample.answer == problem.answer
         assert not left
     assert num_right == 60 if share == 0.0 else 15 < num_right < 50
 
@@ -226,7 +226,7 @@ def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
 
 def follow(world: World, question: str) -> str:
     """Look the answer up hop by hop, only in documents and papers, and return it."""
-    said = {each.title: each.text for each in (*world.documents, *(paper.document for paper in world.papers))}
+    texts = {each.title: each.text for each in (*world.documents, *(paper.document for paper in world.papers))}
     words = question.removeprefix("what is ").removesuffix(" ?")
     path, _, value = words.rpartition(" of ")
     relations = [each.removeprefix("the ") for each in reversed(path.split(" of "))]
@@ -235,7 +235,7 @@ def follow(world: World, question: str) -> str:
     for relation in relations:
         found = re.findall(
             rf"the {relation} of {value} is ([a-z ]+) \.|\b{value} {relation} ([a-z]+) \.|{relation.title()}: (\d+)\.",
-            said[value],
+            texts[value],
         )
         [value] = ["".join(each) for each in found]
     return value
