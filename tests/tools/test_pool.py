@@ -67,7 +67,7 @@ def test_calls_are_answered_by_id_and_taking_resets_the_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ("{", "error: the arguments are not JSON"),
         ("[1]", "error: the arguments are a JSON list, expected an object"),
@@ -77,15 +77,15 @@ def test_calls_are_answered_by_id_and_taking_resets_the_counts() -> None:
     ],
     ids=["cut", "list", "brackets", "digits", "long"],
 )
-def test_arguments_that_are_no_json_object_are_an_error(arguments: str, said: str) -> None:
+def test_arguments_that_are_no_json_object_are_an_error(arguments: str, expected: str) -> None:
     tool = Scripted(text_of)
     with pool_of(tool) as pool:
         output = answers(pool, [ToolCall("1", "echo", arguments)])["1"]
-    assert output.is_error and output.text.startswith(said), output.text[:200]
+    assert output.is_error and output.text.startswith(expected), output.text[:200]
     assert not tool.seen and len(output.text) < 1000
 
 
-def test_calls_apart_find_and_leave_nothing() -> None:
+def test_calls_apart_share_no_cache_and_no_counts() -> None:
     echo = Scripted(text_of)
     with pool_of(echo) as pool:
         answers(pool, [call("1", "a")])
@@ -116,7 +116,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "expected"),
     [
         (raises(ToolError("the query has no words")), "error: the query has no words"),
         (raises(SystemExit(3)), "error: echo failed: SystemExit: 3"),
@@ -128,15 +128,15 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
     ],
 )
 def test_a_failing_tool_is_an_error_and_the_next_call_works(
-    run: Callable[[Mapping[str, object]], object], said: str, caplog: pytest.LogCaptureFixture
+    run: Callable[[Mapping[str, object]], object], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL")  # a report with half a surrogate pair cannot reach another process
     tool = Scripted(lambda arguments: "well" if arguments["text"] == "b" else run(arguments))
     with pool_of(tool, concurrency=1) as pool:
         outputs, counts = answers(pool, [call("1", "a"), call("2", "b")]), pool.take_counts()
-    assert outputs["1"].is_error and outputs["1"].text.startswith(said) and len(outputs["1"].text) < 1000
+    assert outputs["1"].is_error and outputs["1"].text.startswith(expected) and len(outputs["1"].text) < 1000
     assert outputs["2"] == ToolOutput("well")
-    assert ("\n[cut: the first 400 of 50,000,025 characters]" in outputs["1"].text) == ("aaa" in said)
+    assert ("\n[cut: the first 400 of 50,000,025 characters]" in outputs["1"].text) == ("aaa" in expected)
     assert counts["tools/echo/calls"] == 2 and counts["tools/echo/errors"] == 1
 
 

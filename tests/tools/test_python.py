@@ -229,7 +229,7 @@ def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("machine", "header"), [("x86_64", "x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "asm-generic/unistd.h")]
 )
-def test_the_numbers_are_those_of_the_kernel_s_headers(machine: str, header: str) -> None:
+def test_system_call_numbers_match_the_kernels_headers(machine: str, header: str) -> None:
     path = Path("/usr/include") / header
     if not path.exists():
         pytest.skip(f"no {path} on this {platform.machine()} machine")

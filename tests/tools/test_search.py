@@ -72,7 +72,7 @@ def test_nothing_in_a_query_is_an_operator(index: SearchIndex, query: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ({}, "expected one argument, 'query', found none"),
         ({"query": "lima", "top_k": 1000}, "found 'query', 'top_k'"),
@@ -85,9 +85,9 @@ def test_nothing_in_a_query_is_an_operator(index: SearchIndex, query: str) -> No
     ids=range(11),
 )
 def test_the_tool_says_what_is_wrong_with_its_arguments(
-    index: SearchIndex, arguments: dict[str, object], said: str
+    index: SearchIndex, arguments: dict[str, object], expected: str
 ) -> None:
-    with pytest.raises(ToolError, match=said):
+    with pytest.raises(ToolError, match=expected):
         CorpusSearch(index, 3).run(arguments)
 
 

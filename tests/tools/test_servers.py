@@ -221,7 +221,7 @@ def test_an_answer_of_another_form_is_an_error_of_one_attempt(tool: str, value: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"kind": "http", "url": "127.0.0.1:8000/retrieve"}, "expected http://host"),
         ({"kind": "http", "url": "http://host:99999/retrieve"}, "Port out of range"),
@@ -232,8 +232,8 @@ def test_an_answer_of_another_form_is_an_error_of_one_attempt(tool: str, value: 
         ({"kind": "bing"}, "'index', 'http'"),
     ],
 )
-def test_settings_with_a_key_or_of_another_kind_are_rejected(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_settings_with_a_key_or_of_another_kind_are_rejected(changes: dict[str, object], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         ToolsConfig.model_validate({"search": {"kind": "serpapi", **changes}})
     with pytest.raises(ValidationError, match="less than or equal to 20"):
         serpapi(top_k=21)
@@ -286,7 +286,7 @@ def test_a_malformed_request_is_rejected_and_the_server_lives(client: Any, body:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["none"], "none.jsonl"),
         (["bad"], "bad.jsonl:1: not JSON"),
@@ -294,10 +294,10 @@ def test_a_malformed_request_is_rejected_and_the_server_lives(client: Any, body:
         (["good", "--host", "256.1.1.1", "--port", "0"], "serve-retrieval: "),
     ],
 )
-def test_what_cannot_be_served_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_unusable_corpora_and_addresses_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{")
     (tmp_path / "good.jsonl").write_text('{"text": "x"}')
     assert main(["serve-retrieval", "--corpus", f"{tmp_path}/{words[0]}.jsonl", *words[1:]]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

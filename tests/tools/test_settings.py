@@ -40,12 +40,12 @@ def test_a_team_with_an_unset_tool_is_told_how_to_set_it(tmp_path: Path) -> None
 
 def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{')
-    for given, said in (
+    for given, expected in (
         ({"corpus": f"{tmp_path}/bad.jsonl"}, "tools.search.corpus: .*bad.jsonl:2: not JSON"),
         ({"corpus": f"{tmp_path}/none.jsonl"}, "tools.search.corpus: .*none.jsonl"),
         ({}, "tools.search.corpus is null, but the task has no documents .*; set it to"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             check_tools(tools(**given), ["search"], ())
     check_tools(tools(), ["search"], [LIMA])
     check_tools(tools(corpus="none.jsonl"), [], ())  # no agent calls it
@@ -80,15 +80,15 @@ def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> 
     model = init_model("tiny", "bytes", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "7"}}\n' for i in range(20)))
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    """Says it again."""\n    return text\n')
-    own = f"tools.echo={{kind: function, function: '{tmp_path}/echo.py:echo'}}"
-    calls = ["orchestration=solver", "agents.solver.tools=[echo]", own]
+    echo_tool = f"tools.echo={{kind: function, function: '{tmp_path}/echo.py:echo'}}"
+    calls = ["orchestration=solver", "agents.solver.tools=[echo]", echo_tool]
     words = [
         "task=math", f"data.train={tmp_path}/train.jsonl", *calls, "rollout.engine=local",
         f"policies.main={{model: {model}, dtype: float32}}",
     ]  # fmt: skip
 
-    def assert_refused(said: str, *words: str) -> None:
-        with pytest.raises(ValueError, match=said):
+    def assert_refused(message: str, *words: str) -> None:
+        with pytest.raises(ValueError, match=message):
             preflight(read_config(None, [*words])[0], world_size=1)
 
     assert preflight(read_config(None, words)[0], world_size=1).plan
@@ -100,7 +100,7 @@ def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> 
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert_refused("agents.solver.tools is echo, but with policies.main.model = .* does not show tools", *words)
     assert_refused("agents.solver.tools is echo, .* a warm-started policy calls no tools", *calls)
-    qa, echo = ("task=qa", own), "{tools: [echo]}"
+    qa, echo = ("task=qa", echo_tool), "{tools: [echo]}"
     assert_refused("dual_system defines its own", *qa, "orchestration=dual_system", f"agents.system2={echo}")
     external = ("orchestration=external", "external.function=agent.py:run", f"agents={{solver: {echo}}}")
     assert_refused("external defines its own continuation", *qa, *external)
@@ -134,7 +134,7 @@ def corpus(tmp_path: Path) -> str:
     return f"tools.search.corpus={tmp_path}/corpus.jsonl"
 
 
-def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str], corpus: str) -> None:
+def test_words_are_text_or_an_object_and_output_is_escaped(capsys: pytest.CaptureFixture[str], corpus: str) -> None:
     status, shown, _ = tool(capsys, "search", "lima=x", corpus)
     assert status == 0 and shown.startswith("Doc 1(Title: Lima) The capital␛[2J of Peru.\nA city.\n# ")
     asked = '{"queries": ["oslo", "lima"]}'
@@ -145,7 +145,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("status", "words", "said"),
+    ("status", "words", "expected"),
     [
         *((1, ["search", argument], "error: ") for argument in ("!!", '{"q": "lima"}', '{"queries": []}')),
         (2, ["bing", "x"], "there is no tool 'bing'; expected one of search, scholar, visit, python"),
@@ -155,7 +155,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     ],
 )
 def test_a_tool_error_exits_with_1_and_bad_settings_with_2(
-    capsys: pytest.CaptureFixture[str], corpus: str, status: int, words: list[str], said: str
+    capsys: pytest.CaptureFixture[str], corpus: str, status: int, words: list[str], expected: str
 ) -> None:
     found, shown, error = tool(capsys, *words, *([corpus] if status == 1 else []))
-    assert found == status and said in (shown if status == 1 else error) and bool(shown) == (status == 1)
+    assert found == status and expected in (shown if status == 1 else error) and bool(shown) == (status == 1)

@@ -166,7 +166,7 @@ def test_calls_run_in_processes_that_end_with_the_run(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "expected"),
     [
         ("def f(value):\n    'No annotation.'", r"f\(value\) has no annotation for value"),
         ("def f(value: int): ...", "has no docstring"),
@@ -179,10 +179,10 @@ def test_calls_run_in_processes_that_end_with_the_run(file: Path) -> None:
         (None, "no file "),
     ],
 )
-def test_an_unusable_function_is_rejected_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
+def test_an_unusable_function_is_rejected_before_a_run(code: str | None, expected: str, tmp_path: Path) -> None:
     if code is not None:
         (tmp_path / "own.py").write_text(code)
-    with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
+    with pytest.raises(ValueError, match=f"^tools.own.function.*{expected}"):
         check_tools(config_of(**of_file(tmp_path / "own.py", "f")), ["own"], ())
 
 
@@ -217,14 +217,14 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
             assert call(pool, "add", a=3, b=4) == ToolOutput("7")
             assert call(pool, "greet") == ToolOutput("hello world")
             assert call(pool, "picture").text == "a dot\n[image, not shown]"
-            for output, said in (
+            for output, expected in (
                 (call(pool, "fail"), "no such thing"),
                 (call(pool, "add", a="x", b=1), "valid integer"),
                 (call(pool, "none"), "there is no tool 'none'; expected one of add, greet"),
                 (pool.submit(ToolCall("1", "own", '{"name": "add", "arguments": 3}')).result(SOON_S), "an object"),
                 (pool.submit(ToolCall("1", "own", "{}")).result(SOON_S), "there is no tool 'None'"),
             ):
-                assert output.is_error and said in output.text, output
+                assert output.is_error and expected in output.text, output
             counts = pool.take_counts()
             assert counts["tools/own/errors"] == 5 and counts["tools/own/restarts"] == 0
 
@@ -295,7 +295,7 @@ def test_a_command_gets_only_the_named_variables_and_tools(monkeypatch: Any) -> 
 
 def test_unusable_servers_and_equal_tool_names_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(3)")
-    for settings, said in (
+    for settings, expected in (
         ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
         ({"command": [sys.executable, str(tmp_path / "ends.py")]}, "tools.own: the server does not start: "),
         ({"url": "http://127.0.0.1:1/mcp"}, "tools.own: the server does not start: "),
@@ -306,7 +306,7 @@ def test_unusable_servers_and_equal_tool_names_are_rejected(tmp_path: Path) -> N
         ({"command": STDIO, "environment": ["NO_SUCH"]}, "tools.own.environment names NO_SUCH, which is not set"),
         ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             check_tools(config_of(kind="mcp", **settings), ["own"], ())
     both = {"kind": "mcp", "command": STDIO, "tools": ["greet"]}
     with pytest.raises(ValueError, match="tools.files and tools.disk both have a function greet"):
@@ -314,14 +314,14 @@ def test_unusable_servers_and_equal_tool_names_are_rejected(tmp_path: Path) -> N
 
 
 def test_settings_that_name_no_server_or_two_are_refused(tmp_path: Path) -> None:
-    for words, said in (
+    for words, expected in (
         (["tools.files={kind: mcp}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], url: 'http://h/mcp'}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], api_key_env: KEY}"], "api_key_env a url"),
         (["tools.files={kind: mcp, url: 'http://u:p@h/mcp'}"], "contains a user, password, query or fragment"),
         (["tools.files={kind: mcp, comand: [x]}"], r"tools.files.comand: unknown key; did you mean .*.command\?"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             read_config(None, words)
     (tmp_path / "server.py").write_text("")
     (tmp_path / "run.yaml").write_text("tools: {files: {kind: mcp, command: [python, server.py, --root, here]}}")
