@@ -131,15 +131,15 @@ def test_a_checkpoint_of_other_adapters_is_loaded(run: RunDirectory) -> None:
     saved: Any = {"main": WordLearner("a"), "other": WordLearner("b")}
     state = RolloutState({}, pending=["an ask"], num_instances=7, num_stages=4, num_batches=3, num_taken=2)  # type: ignore[list-item]
     writer(run).save(12, {"main": 12, "other": 3, "frozen": 0}, saved, replace(state, pending=[]))
-    said, learners = list[str](), {"main": WordLearner(adapter=1), "third": WordLearner("fresh", adapter=1)}
-    restored = load_checkpoint(run, learners, "auto", said.append)  # type: ignore[arg-type]
+    messages, learners = list[str](), {"main": WordLearner(adapter=1), "third": WordLearner("fresh", adapter=1)}
+    restored = load_checkpoint(run, learners, "auto", messages.append)  # type: ignore[arg-type]
     assert [learner.word for learner in learners.values()] == ["a", "fresh"]
     between = RolloutState({}, num_instances=7, num_stages=3, num_batches=3, num_taken=3)
     assert restored == Restored(12, {"main": 12, "frozen": 0}, between) and state.without_work() == between
     assert [
-        "adapter third is not in" in said[0],
-        "other of checkpoint" in said[1],
-        "unfinished problems" in said[2],
+        "adapter third is not in" in messages[0],
+        "other of checkpoint" in messages[1],
+        "unfinished problems" in messages[2],
     ] == [True] * 3
 
 
@@ -272,34 +272,36 @@ def test_the_newest_intact_checkpoint_is_offered_or_used(run: RunDirectory) -> N
 def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:
     error = RuntimeError("Ray is gone")
 
-    def said(error: Exception = error) -> str:
+    def message(error: Exception = error) -> str:
         return failure_message(error, run, parent_of())
 
-    assert said().startswith("marsrl: the run failed: RuntimeError: Ray is gone; it has no checkpoint yet (")
-    assert said().endswith(": its name can be reused")
+    assert message().startswith("marsrl: the run failed: RuntimeError: Ray is gone; it has no checkpoint yet (")
+    assert message().endswith(": its name can be reused")
     run.metrics.write_text('{"step": 1}\n')
-    assert said().endswith(": run.name=run run.resume=auto begins again at step 1")
+    assert message().endswith(": run.name=run run.resume=auto begins again at step 1")
     save(writer(run), 12)
     resumed = "resume by adding run.name=run run.resume=auto to the same command"
-    assert said().endswith(f"(step 12) is intact: {resumed}")
-    assert said(ValueError("other data")).endswith(f"is intact: after fixing this, {resumed}")
+    assert message().endswith(f"(step 12) is intact: {resumed}")
+    assert message(ValueError("other data")).endswith(f"is intact: after fixing this, {resumed}")
     (run.checkpoints / "latest").write_text("nonsense")
-    assert "its last checkpoint is unknown" in said()
-    assert said().endswith("run.resume=previous resumes from the newest intact one")
+    assert "its last checkpoint is unknown" in message()
+    assert message().endswith("run.resume=previous resumes from the newest intact one")
 
 
 def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> None:
     save(writer(run), 4, 8, word="1234")
     file = run.checkpoint(8) / "policies/main/word"
     file.write_bytes(b"123")
-    said = where_to_go_on(run)
-    assert f"checkpoint {run.checkpoint(8)} is damaged ({file} has 3 bytes, expected 4): run.name=run" in said
-    assert said.endswith("run.resume=previous goes back to step_4")
+    message = where_to_go_on(run)
+    assert f"checkpoint {run.checkpoint(8)} is damaged ({file} has 3 bytes, expected 4): run.name=run" in message
+    assert message.endswith("run.resume=previous goes back to step_4")
     (run.checkpoint(4) / "manifest.json").unlink()
     assert where_to_go_on(run).endswith(": no earlier one is intact")
-    told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
-    said = failure_message(told, run, parent_of())
-    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # without advice to resume with run.resume=auto
+    error = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
+    message = failure_message(error, run, parent_of())
+    assert (
+        message == f"marsrl: the run failed: CheckpointError: {error}"
+    )  # without advice to resume with run.resume=auto
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
@@ -336,15 +338,15 @@ def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
     (folder / "policies/main/b").unlink()
     assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
     (folder / "c").write_bytes(b"xy")
-    found = [
+    expected = [
         f"{folder / 'a'} has checksum {zlib.crc32(flipped):08x}, expected {zlib.crc32(whole):08x}",
         f"{folder / 'c'} has 2 bytes, expected 3",
         f"{folder / 'policies/main/b'} is missing; expected 0 bytes",
         *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
     ]
-    assert damage(folder) == found and missing_or_cut(folder) == found[1]
+    assert damage(folder) == expected and missing_or_cut(folder) == expected[1]
     # Two ranks check half of the files each; the first also looks for unknown files.
-    assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
+    assert damage(folder, 0, 2) == [expected[0], *expected[2:]] and damage(folder, 1, 2) == [expected[1]]
     (folder / "a").unlink()
     (folder / "a").mkdir()
     assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected {len(whole)} bytes"

@@ -128,7 +128,7 @@ def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
         assert main(words) == 2 and said in capsys.readouterr().err
 
 
-def test_a_terminal_obeys_neither_errors_nor_what_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_errors_and_logs_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "\x1b[2J"]) == 2 and logging.lastResort is not None
     logging.lastResort.handle(logging.makeLogRecord({"msg": "a program said \x1b[5m"}))
     said = "marsrl report: ␛[2J is not a run directory: it has no config.yaml\na program said ␛[5m\n"
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"127.0.0.1:{port}: Address already in use; set another --port" in capsys.readouterr().err
 
 
-def test_who_reads_enough_of_the_output_gets_no_error() -> None:
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
     command = f"{sys.executable} -m marsrl.commands.cli config --markdown | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")

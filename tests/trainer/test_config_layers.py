@@ -51,12 +51,12 @@ def test_presets_state_what_they_do_not_take_from_their_task(preset: str) -> Non
     """A preset gives the same config by name and as a file. It extends its task's preset or the one that it names, not itself."""
     config, origin = read_config(preset)
     assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
-    own = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
-    chain = dict.fromkeys([DEFAULT_FOR_TASK[config.task], own.pop("preset", preset), preset])
+    settings = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())
+    chain = dict.fromkeys([DEFAULT_FOR_TASK[config.task], settings.pop("preset", preset), preset])
     assert str(origin) == " < ".join(f"preset {name}.yaml" for name in chain)
     assert origin.name == preset
     resolved = config.model_dump(mode="json")
-    assert OmegaConf.merge(resolved, own) == resolved
+    assert OmegaConf.merge(resolved, settings) == resolved
 
 
 def test_mappings_are_merged_and_lists_replaced(tmp_path: Path) -> None:
@@ -147,14 +147,14 @@ def test_another_orchestration_drops_agents_of_lower_layers(tmp_path: Path) -> N
     back = read_config(written(tmp_path, text), ["orchestration=verifier_corrector"])[0]
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
-    said = refusal(None, "orchestration=debates")
+    error = refusal(None, "orchestration=debates")
     assert (
-        said.count("orchestration is 'debates'; expected one of debate, dual_system, external, search_team, sol") == 1
+        error.count("orchestration is 'debates'; expected one of debate, dual_system, external, search_team, sol") == 1
     )
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
     assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
-    said = refusal(None, "orchestration=debate", "orchestration_options.max_loops=3")
-    assert "max_loops: unknown key; expected one of debaters, rounds" in said
+    error = refusal(None, "orchestration=debate", "orchestration_options.max_loops=3")
+    assert "max_loops: unknown key; expected one of debaters, rounds" in error
 
 
 def test_another_kind_of_section_drops_keys_of_lower_layers(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "expected"),
     [  # {} stands for the file's name
         ("- 1\n- 2\n", [], "{}"),  # the file is not a mapping
         ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: the line is indented with a tab; use spaces"),
@@ -294,9 +294,9 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
          ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
     ],
 )  # fmt: skip
-def test_errors_name_the_line_of_each_setting(text: str, words: list[str], said: str, tmp_path: Path) -> None:
+def test_errors_name_the_line_of_each_setting(text: str, words: list[str], expected: str, tmp_path: Path) -> None:
     path = written(tmp_path, text)
-    assert said.replace("{}", str(path)) in refusal(path, *words)
+    assert expected.replace("{}", str(path)) in refusal(path, *words)
 
 
 def test_a_setting_may_be_empty_at_the_end_or_before_another() -> None:

@@ -30,7 +30,7 @@ def settings(**sections: object) -> RunConfig:
 
 
 @pytest.mark.gpu
-def test_a_gpu_node_says_its_versions_and_who_reaches_whom() -> None:
+def test_a_gpu_node_reports_its_versions_and_peer_access() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     driver, cuda, nccl, peers = gpu_findings()
@@ -54,13 +54,13 @@ def test_disk_for_weight_files_counts_twice_per_policy(tmp_path: Path) -> None:
     large = {"main": {"model": "Qwen3-30B-A3B", "dtype": "bfloat16"}}
     shm = {"directory": str(tmp_path), "backend": "shm"}
     free = shutil.disk_usage(tmp_path).free
-    found = room_for_weights(settings(policies=large, sync=shm))
-    assert found.name == str(tmp_path) and found.is_used == (free > 2 * 2 * 30_532_122_624)
-    assert "weights in files (sync.backend=shm) need 113.7 GiB, two versions" in found.detail
-    found = room_for_weights(settings(sync=shm))
-    assert found.is_used and "small policies of a warm start" in found.detail
-    found = room_for_weights(settings(policies=large, sync={"backend": "nccl", "cpu_twin": True}))
-    assert found.is_used and "sync.backend=nccl writes no weights there" in found.detail
+    finding = room_for_weights(settings(policies=large, sync=shm))
+    assert finding.name == str(tmp_path) and finding.is_used == (free > 2 * 2 * 30_532_122_624)
+    assert "weights in files (sync.backend=shm) need 113.7 GiB, two versions" in finding.detail
+    finding = room_for_weights(settings(sync=shm))
+    assert finding.is_used and "small policies of a warm start" in finding.detail
+    finding = room_for_weights(settings(policies=large, sync={"backend": "nccl", "cpu_twin": True}))
+    assert finding.is_used and "sync.backend=nccl writes no weights there" in finding.detail
 
 
 def test_a_cluster_is_started_by_the_run_or_has_to_answer() -> None:
@@ -127,7 +127,7 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"vllm": {"quantization": "fp8"}, "placement": "colocated"}, {}, True, "ipc"),
     ],
 )
-def test_the_way_of_weights_follows_from_the_placement(
+def test_the_sync_backend_follows_from_the_placement(
     rollout: dict[str, Any], sync: dict[str, Any], on_gpus: bool, backend: str
 ) -> None:
     decided = with_backend(config_of(rollout, sync), on_gpus=on_gpus)

@@ -187,27 +187,32 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_draw() -> None:
         assert math.isnan(found[9])
 
 
-def said(answer: str | None, correct: float | None = 0.0, tokens: int = 10) -> Said:
+def answered(answer: str | None, correct: float | None = 0.0, tokens: int = 10) -> Said:
     return Said(correct=correct, answer=answer, tokens=tokens)
 
 
 def test_the_majority_s_answer_counts_and_equals_share() -> None:
-    right = said("7", 1.0)
-    assert majorities([right, right, said("8")], [3])[3][0] == 1
-    assert majorities([right, said(" 8"), said("8 ")], [3])[3][0] == 0  # white space does not make another answer
-    assert majorities([right, said("8")], [2])[2][0] == 0.5
+    right = answered("7", 1.0)
+    assert majorities([right, right, answered("8")], [3])[3][0] == 1
+    assert (
+        majorities([right, answered(" 8"), answered("8 ")], [3])[3][0] == 0
+    )  # white space does not make another answer
+    assert majorities([right, answered("8")], [2])[2][0] == 0.5
     # Two spellings of the right answer count as one answer.
-    assert majorities([said("7", 1.0), said("7.0", 1.0), said("8"), said("8"), said("9")], [5])[5][0] == 0.5
-    assert majorities([right, said(None), said(None)], [3])[3][0] == 1  # samples without an answer do not vote
-    assert majorities([said(None)] * 2, [2])[2][0] == 0
+    assert (
+        majorities([answered("7", 1.0), answered("7.0", 1.0), answered("8"), answered("8"), answered("9")], [5])[5][0]
+        == 0.5
+    )
+    assert majorities([right, answered(None), answered(None)], [3])[3][0] == 1  # samples without an answer do not vote
+    assert majorities([answered(None)] * 2, [2])[2][0] == 0
     assert math.isnan(majorities([right], [2])[2][0])
     # Two of {7, 7, 8} are drawn: a third of the pairs agree on 7; in the others, one of the two answers is right.
-    assert majorities([right, right, said("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
+    assert majorities([right, right, answered("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
 
 
 def test_unjudged_draws_are_left_out_and_single_draws_have_no_k() -> None:
-    assert at_k({"p": [said("7", 1.0)], "q": [said("8")]}).pass_at == {}
-    found = at_k({"p": [said("7", 1.0), said("8")], "q": [said("7", 1.0), said("8", None)]})
+    assert at_k({"p": [answered("7", 1.0)], "q": [answered("8")]}).pass_at == {}
+    found = at_k({"p": [answered("7", 1.0), answered("8")], "q": [answered("7", 1.0), answered("8", None)]})
     assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # problem q has only one draw
     assert found.pass_at[1].mean == 0.75
 
@@ -240,7 +245,7 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
     judged = evaluator(perfect_critics, SMALL)
     with Kept(tmp_path) as kept:
         judged.collect_inputs(VERSIONS, kept=kept)
-        found = judged.evaluate(VERSIONS, kept=kept)
+        evaluation = judged.evaluate(VERSIONS, kept=kept)
         assert not any(draw.prompts for draw in kept.draws.values())  # prompts are kept only on disk
     file = tmp_path / "draws.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -261,28 +266,36 @@ def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_pa
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # like files of versions that saved no texts
     with Kept(tmp_path) as kept:
         old = judged.evaluate(VERSIONS, kept=kept)
-    assert old.system == found.system and old.agents["solver"].missing is None and old.notes == ()
+    assert old.system == evaluation.system and old.agents["solver"].missing is None and old.notes == ()
 
 
 def test_progress_names_agent_and_round_and_counts_kept_draws(evaluator: Any) -> None:
-    judged, told = evaluator(critics(err=True), SMALL), list[tuple[int, int, int, str]]()
+    judged, reported = evaluator(critics(err=True), SMALL), list[tuple[int, int, int, str]]()
     kept = Kept()
-    judged.collect_inputs(VERSIONS, lambda *each: told.append(each), kept)
-    assert {total for _, total, _, _ in told} == {12} and told[-1][0] == 12
+    judged.collect_inputs(VERSIONS, lambda *progress: reported.append(progress), kept)
+    assert {total for _, total, _, _ in reported} == {12} and reported[-1][0] == 12
     assert judged.ended(VERSIONS, kept) == "12 of 12 episodes for fixed inputs, 0 of 16 draws"
-    told.clear()
+    reported.clear()
     first = replace(judged, config=SMALL.model_copy(update={"repeat": 1}))
-    first.evaluate(VERSIONS, lambda *each: told.append(each), kept)
-    numbered = [re.fullmatch(r"(\w+), (round \d+|fixed inputs): (\d+) of (\d+) calls|", calls) for *_, calls in told]
+    first.evaluate(VERSIONS, lambda *progress: reported.append(progress), kept)
+    numbered = [
+        re.fullmatch(r"(\w+), (round \d+|fixed inputs): (\d+) of (\d+) calls|", calls) for *_, calls in reported
+    ]
     assert all(numbered) and {("verifier1", "round 1"), ("verifier2", "round 3")} < {
-        each.group(1, 2) for each in numbered if each
+        progress.group(1, 2) for progress in numbered if progress
     }
-    assert all(int(each[3]) < int(each[4]) for each in numbered if each and each[1])
-    assert told[-1][:2] == (8, 8) and told[-1][3] == ""
-    assert [tokens for _, _, tokens, _ in told] == sorted(tokens for _, _, tokens, _ in told) and told[-1][2] > 100
-    told.clear()
-    judged.evaluate(VERSIONS, lambda *each: told.append(each), kept)
-    assert told[-1][:2] == (16, 16) and min(over for over, *_ in told) >= 8 and {total for _, total, *_ in told} == {16}
+    assert all(int(progress[3]) < int(progress[4]) for progress in numbered if progress and progress[1])
+    assert reported[-1][:2] == (8, 8) and reported[-1][3] == ""
+    assert [tokens for _, _, tokens, _ in reported] == sorted(tokens for _, _, tokens, _ in reported) and reported[-1][
+        2
+    ] > 100
+    reported.clear()
+    judged.evaluate(VERSIONS, lambda *progress: reported.append(progress), kept)
+    assert (
+        reported[-1][:2] == (16, 16)
+        and min(over for over, *_ in reported) >= 8
+        and {total for _, total, *_ in reported} == {16}
+    )
 
 
 def test_a_draw_that_an_engine_gave_up_is_not_kept(evaluator: Any, tmp_path: Path) -> None:
@@ -297,16 +310,18 @@ def test_a_draw_that_an_engine_gave_up_is_not_kept(evaluator: Any, tmp_path: Pat
 
 def test_solver_alone_and_team_are_measured_on_the_same_rollouts(evaluator: Any) -> None:
     asked: list[str] = []
-    found = evaluator(counting(asked), SMALL).evaluate(VERSIONS)
-    assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
-    assert found.alone.mean == found.agents["solver"].mean and found.system.mean == 1.0
-    assert list(found.alone_at.pass_at) == [1, 2] and found.alone_at.pass_at[1].mean == pytest.approx(found.alone.mean)
-    assert (found.alone_at.pass_at[2].mean or 0) >= (found.alone_at.majority_at[2].mean or 0)
-    verifier = found.agents["verifier1"]
+    evaluation = evaluator(counting(asked), SMALL).evaluate(VERSIONS)
+    assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and evaluation.alone is not None
+    assert evaluation.alone.mean == evaluation.agents["solver"].mean and evaluation.system.mean == 1.0
+    assert list(evaluation.alone_at.pass_at) == [1, 2] and evaluation.alone_at.pass_at[1].mean == pytest.approx(
+        evaluation.alone.mean
+    )
+    assert (evaluation.alone_at.pass_at[2].mean or 0) >= (evaluation.alone_at.majority_at[2].mean or 0)
+    verifier = evaluation.agents["verifier1"]
     assert verifier.detection_recall is not None and verifier.detection_recall.mean == 1.0
     assert verifier.detection_precision is not None and verifier.detection_precision.mean == 1.0
     assert verifier.length is not None and verifier.length.longest >= verifier.length.mean > 1
-    metrics = eval_metrics(found)
+    metrics = eval_metrics(evaluation)
     assert metrics["eval/system"] == 1.0 and metrics["eval/system/low"] < 1 and "eval/alone/pass_at_2" in metrics
     assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
 
@@ -315,15 +330,15 @@ def test_sets_are_reported_separately_and_together(evaluator: Any) -> None:
     judged = evaluator(perfect_critics)
     problems = judged.task.held_out(12, 0)
     judged = replace(judged, sets=(HeldOut("easy", problems[:4], 3), HeldOut("hard", problems[4:], 1)))
-    found = judged.evaluate(VERSIONS)
-    easy, hard = found.sets["easy"], found.sets["hard"]
+    evaluation = judged.evaluate(VERSIONS)
+    easy, hard = evaluation.sets["easy"], evaluation.sets["hard"]
     assert (easy.num_problems, easy.num_episodes, hard.num_problems, hard.num_episodes) == (4, 12, 8, 8)
-    assert found.num_episodes == 20 and found.system.n == 20
+    assert evaluation.num_episodes == 20 and evaluation.system.n == 20
     assert list(easy.system_at.pass_at) == [1, 2, 3] and not hard.system_at.pass_at
-    assert list(found.rows)[:4] == ["easy/alone", "easy/system", "hard/alone", "hard/system"]
-    metrics = eval_metrics(found)
+    assert list(evaluation.rows)[:4] == ["easy/alone", "easy/system", "hard/alone", "hard/system"]
+    metrics = eval_metrics(evaluation)
     assert {"eval/system", "eval/easy/system", "eval/hard/solver", "eval/easy/alone/pass_at_3"} <= metrics.keys()
-    assert Evaluation.model_validate_json(found.model_dump_json()) == found
+    assert Evaluation.model_validate_json(evaluation.model_dump_json()) == evaluation
 
 
 def test_scripted_redraws_cost_but_are_not_the_solvers_draws(evaluator: Any) -> None:
@@ -372,13 +387,13 @@ def test_a_single_question_trains_and_warns_about_evaluation(tmp_path: Path) -> 
     (tmp_path / "one.jsonl").write_text(f"{row}\n{row}\n")
     words = [f"policies.main.model={init_model('tiny', 'bytes', tmp_path / 'model')}", "task=math"]
     words += [f"data.train={tmp_path}/one.jsonl", "evaluate.num_problems=3"]
-    said = "data.train has one question, so none is left to evaluate on; give other problems in data.eval"
+    message = "data.train has one question, so none is left to evaluate on; give other problems in data.eval"
 
     def checked(*more: str, trains: bool = True) -> Checked:
         return preflight(read_config(None, [*words, *more], trains=trains)[0], world_size=1, trains=trains)
 
-    assert f"\nwarning: {said}, or set run.evaluate=false; nothing is evaluated" in checked().text()
+    assert f"\nwarning: {message}, or set run.evaluate=false; nothing is evaluated" in checked().text()
     assert "none is left" not in checked("run.evaluate=false").text()
     assert "none is left" in checked("run.evaluate=false", "run.eval_every=1").text()
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         checked(trains=False)

@@ -47,15 +47,15 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
     """One of the two dtypes is not the one that this machine computes with natively."""
     run = begun(tmp_path, f"policies.main.dtype={began}")
     again = settings("policies.main.dtype=auto", f"run.dir={tmp_path}", "run.resume=auto")
-    decided, said = decide_dtypes(again, settings_to_resume(again))
-    assert decided.policies["main"].dtype == began and said == [
+    decided, messages = decide_dtypes(again, settings_to_resume(again))
+    assert decided.policies["main"].dtype == began and messages == [
         f"policies.main.dtype=auto: {began} (kept from its start)"
     ]
     resume_lines(run, decided, {})  # refuses another dtype than the checkpoint's
     native, why = native_dtype()
     new = again.model_copy(update={"run": settings().run})
-    decided, said = decide_dtypes(new, settings_to_resume(new))
-    assert decided.policies["main"].dtype == native and said == [f"policies.main.dtype=auto: {native} ({why})"]
+    decided, messages = decide_dtypes(new, settings_to_resume(new))
+    assert decided.policies["main"].dtype == native and messages == [f"policies.main.dtype=auto: {native} ({why})"]
 
 
 def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
@@ -212,7 +212,7 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}
     other = {**data, "data.eval": fingerprint([Problem("a", "1+1", "3", "math")])}
-    for given, word, said in (
+    for given, word, expected in (
         (
             shorter,
             "evaluate.num_problems=3",
@@ -224,7 +224,7 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
             r"a changed data.eval \(questions, answers or their order changed\); settings that differ: none; ",
         ),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=expected):
             resume_lines(run, settings("run.resume=auto", word), given)
     run.keep_data(shorter)  # a run that has begun keeps its own fingerprint
     assert resume_lines(run, settings("run.resume=auto"), data)

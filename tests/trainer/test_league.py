@@ -189,15 +189,15 @@ def test_the_fit_has_the_strengths_gradient_at_0() -> None:
 def test_a_cycle_shows_in_the_lowest_score_and_not_in_elo() -> None:
     """Each version beats the one before it; 3 meets 0, which beats it."""
     earlier = games_of(1, {0: [0.9] * 20}) + games_of(2, {0: [0.5] * 20, 1: [0.9] * 20})
-    found = result_of(games_of(3, {0: [0.1] * 20, 1: [0.5] * 20, 2: [0.9] * 20}), earlier)
-    assert found is not None and found.zero == "main@0" and abs(found.elo.mean) < 120
-    assert found.worst.mean == pytest.approx(0.1) and found.worst.n == 60
-    assert {name: each["first"].mean for name, each in found.scores.items()} == pytest.approx(
+    result = result_of(games_of(3, {0: [0.1] * 20, 1: [0.5] * 20, 2: [0.9] * 20}), earlier)
+    assert result is not None and result.zero == "main@0" and abs(result.elo.mean) < 120
+    assert result.worst.mean == pytest.approx(0.1) and result.worst.n == 60
+    assert {name: each["first"].mean for name, each in result.scores.items()} == pytest.approx(
         {"main@0": 0.1, "main@1": 0.5, "main@2": 0.9}
     )
-    metrics = eval_metrics(Evaluation(system=UNKNOWN, league=found))
-    assert metrics["eval/league/worst"] == pytest.approx(0.1) and metrics["eval/league/elo"] == found.elo.mean
-    assert metrics["eval/league/elo/low"] <= found.elo.mean <= metrics["eval/league/elo/high"]
+    metrics = eval_metrics(Evaluation(system=UNKNOWN, league=result))
+    assert metrics["eval/league/worst"] == pytest.approx(0.1) and metrics["eval/league/elo"] == result.elo.mean
+    assert metrics["eval/league/elo/low"] <= result.elo.mean <= metrics["eval/league/elo/high"]
 
 
 def test_a_shutout_has_a_finite_rating_and_an_interval() -> None:

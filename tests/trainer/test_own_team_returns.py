@@ -48,14 +48,14 @@ def line_of(tmp_path: Path, words: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "found",
+    "returned",
     [
         '[{"role": "user", "content": "Solve it."}]',
         '({"role": "system", "content": "You solve."}, Message("user", "Solve it."))',
     ],
 )
-def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
-    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}")
+def test_messages_may_be_those_of_openai_s_api(returned: str, tmp_path: Path) -> None:
+    samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {returned}")
     assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
     # A run checks this before it begins.
     words = [f"orchestration={tmp_path}/my_team.py:Pair", "rollout.engine=local", "rollout.placement=local"]
@@ -96,9 +96,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "found", "said"), CASES)
+@pytest.mark.parametrize(("method", "returned", "expected"), CASES)
 def test_unusable_returns_end_only_their_episode_or_sample(
-    method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, returned: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The team returns the unusable value for the second episode's critic. If `messages` returns it, the episode ends; otherwise
     the critic's sample is an error.
@@ -108,19 +108,19 @@ def test_unusable_returns_end_only_their_episode_or_sample(
     body = f"""
     def {method}(self, {given}):
         if {SECOND!r} in {who} and {its_agent} == "critic":
-            return {found}
+            return {returned}
         return super().{method}({given})
     """
     samples = play(tmp_path, body)
     wrong = [sample for sample in samples.values() if sample.finish is Finish.ERROR]
-    line = line_of(tmp_path, "return 1 / 0" if "/ 0" in found else f"def {method}(")
-    told = f"Pair.{method}: {said} (my_team.py:{line})"
-    assert told in caplog.text and "Traceback" not in caplog.text
+    line = line_of(tmp_path, "return 1 / 0" if "/ 0" in returned else f"def {method}(")
+    message = f"Pair.{method}: {expected} (my_team.py:{line})"
+    assert message in caplog.text and "Traceback" not in caplog.text
     if method == "messages":
         assert not wrong and [uid for uid in samples if SECOND in uid] == ["000001.1/solver:0"]
     else:
         (sample,) = wrong
-        assert (SECOND in sample.uid, sample.agent, sample.reward.note) == (True, "critic", told)
+        assert (SECOND in sample.uid, sample.agent, sample.reward.note) == (True, "critic", message)
     assert len(samples) == (3 if method == "messages" else 4)
     assert all(not sample.reward.is_missing for sample in samples.values() if sample not in wrong)
 
@@ -159,7 +159,7 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
 
 
 @pytest.mark.parametrize(
-    ("method", "num_samples", "num_errors", "said"),
+    ("method", "num_samples", "num_errors", "expected"),
     [
         (ASKS.format("turn=random.randrange(10**9)"), 0, 0,
          "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers returned different asks"),
@@ -185,12 +185,12 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
     ],
 )  # fmt: skip
 def test_what_a_team_asks_and_says_of_its_episodes_is_checked(
-    method: str, num_samples: int, num_errors: int, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, num_samples: int, num_errors: int, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = "rollout.max_turns=3 credit.reward_scheme=outcome credit.train_agents=[solver,critic]"
     samples = play(tmp_path, method, words).values()
     assert (len(samples), sum(sample.finish is Finish.ERROR for sample in samples)) == (num_samples, num_errors)
-    assert said in caplog.text and ("(my_team.py:" in caplog.text or "Pair.follow" not in said)
+    assert expected in caplog.text and ("(my_team.py:" in caplog.text or "Pair.follow" not in expected)
 
 
 def test_an_agent_without_an_answer_earns_the_episodes_outcome(
@@ -289,7 +289,7 @@ def test_math_is_judged_by_its_own_judge_and_needs_a_question(capsys: pytest.Cap
     assert "task=math needs problems: set data.train" in capsys.readouterr().err
 
 
-def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_team_whose_prompts_lack_the_form_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     says = """
     def messages(self, episode, ask):
         return [Message("user", "Solve it." if ask.agent == "solver" else "Say: Verdict: correct, or wrong.")]
@@ -305,7 +305,7 @@ def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("judge: [hm]", "the team has no agent 'judge'; expected one of solver"),
         ("solver: hm", "expected a list of quoted answers"),
@@ -313,12 +313,12 @@ def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytes
         ("[solver", "while parsing a flow sequence"),
     ],
 )
-def test_a_table_that_is_none_is_refused(
-    tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_an_unusable_table_of_answers_is_refused(
+    tmp_path: Path, text: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "answers.yaml").write_text(text)
     assert main(["try", "orchestration=solver", "--answers", str(tmp_path / "answers.yaml")]) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert main(["try", "--answers", str(tmp_path / "none.yaml")]) == 2
     assert capsys.readouterr().err == f"marsrl try: {tmp_path}/none.yaml: No such file or directory\n"
 

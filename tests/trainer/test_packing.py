@@ -41,7 +41,7 @@ def sequence(
     return TrainSequence(**{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
-def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
+def test_values_of_a_sequence_are_packed_at_its_positions() -> None:
     first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
     second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
     third = sequence([9], [9], uid="c", is_positive=True, advantage=np.float64(1))
@@ -77,14 +77,14 @@ def test_kept_tokens_are_stored_at_the_predicting_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "said"),
+    ("places", "expected"),
     [
         ([[3, 4], [6], [7]], "token 1 of sample s is 5, but it is not among the 1"),
         ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # an index beyond the last one
     ],
 )
-def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         pack([sequence([1], [4, 5, 7], kept_tokens=kept(*places))])
 
 
@@ -128,11 +128,11 @@ def test_plans_by_hand() -> None:
         plan_micro_batches([5, 101, 7], 1, 100)
 
 
-@given(of=st.lists(st.tuples(st.integers(1, 100), st.sampled_from("ab")), max_size=60), ranks=st.integers(1, 5))
-def test_each_sequence_is_packed_once_and_ranks_have_equal_bins(of: list[tuple[int, str]], ranks: int) -> None:
-    lengths, kinds = [length for length, _ in of], [kind for _, kind in of]
+@given(sequences=st.lists(st.tuples(st.integers(1, 100), st.sampled_from("ab")), max_size=60), ranks=st.integers(1, 5))
+def test_each_sequence_is_packed_once_and_ranks_have_equal_bins(sequences: list[tuple[int, str]], ranks: int) -> None:
+    lengths, kinds = [length for length, _ in sequences], [kind for _, kind in sequences]
     plan = plan_micro_batches(lengths, ranks, 100, kinds)
-    assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(of)))
+    assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(sequences)))
     assert len({len(rank) for rank in plan}) == 1
     assert all(len({kinds[i] for i in members}) <= 1 for rank in plan for members in rank)
     assert all(sum(lengths[i] for i in members) <= 100 for rank in plan for members in rank)

@@ -288,7 +288,7 @@ def test_a_missing_file_lists_the_presets() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(("backend", "placement"), [("nccl", "disaggregated"), ("ipc", "colocated")])
-def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str) -> None:
+def test_without_cuda_nccl_and_ipc_need_their_cpu_twin(backend: str, placement: str) -> None:
     words = [f"sync.backend={backend}", "rollout.engine=local", f"rollout.placement={placement}"]
     with pytest.raises(ConfigError, match=rf"sync\.backend={backend} needs CUDA, .* or sync\.cpu_twin=true"):
         preflight(read_config(None, words)[0], world_size=1)
@@ -303,7 +303,7 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str
             preflight(deltas, world_size=1)
 
 
-def test_all_policies_that_are_trained_are_cut_alike() -> None:
+def test_all_trained_policies_need_the_same_layout() -> None:
     words = ["policies.second={shape: tiny}", "agents.verifier1.policy=second"]
     preflight(read_config(None, [*words, "policies.second.layout.expert_tensor=1"])[0], world_size=1)  # the default
     with pytest.raises(
@@ -327,12 +327,12 @@ def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
 def test_a_prompt_length_that_does_not_fit_is_warned_about() -> None:
     words = ["orchestration=solver_verifier", "agents.verifier.max_input_tokens=5000"]
     checked = preflight(read_config(None, words)[0], world_size=1)
-    (said,) = (
+    (message,) = (
         warning for warning in checked.warnings if "max_input_tokens" in warning
     )  # nothing was set for the solver
     given = checked.config.agents["verifier"].max_input_tokens
     assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
-    assert said.startswith(f"agents.verifier.max_input_tokens is 5000, lowered to {given}: the model's positions")
+    assert message.startswith(f"agents.verifier.max_input_tokens is 5000, lowered to {given}: the model's positions")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_old_samples_that_nothing_corrects_are_warned_of(words: list[str], cause
         assert not stale_samples(read_config(None, [*words, better])[0])
 
 
-def test_samples_of_this_version_are_not_warned_of() -> None:
+def test_on_policy_samples_are_not_warned_about() -> None:
     for words in ([], ["rollout.pipeline=trajectory", "rollout.segments=4", "credit.normalise=agent"]):
         assert not stale_samples(read_config(None, words)[0])
     for preset in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
@@ -364,14 +364,14 @@ def test_samples_of_this_version_are_not_warned_of() -> None:
 
 def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
     words = [*BASED, "policies.checker={adapter: {rank: 8}, optimizer: {lr: 1.0e-4}}"]
-    found = read_config(None, words)[0]
-    main, checker = found.policies["main"], found.policies["checker"]
+    config = read_config(None, words)[0]
+    main, checker = config.policies["main"], config.policies["checker"]
     assert (checker.model, checker.dtype, checker.recompute) == ("/m", "float32", "full")
     assert checker.layout == main.layout and main.layout.tensor == 2
     assert (checker.optimizer.lr, main.optimizer.lr) == (1e-4, 6e-4)
-    assert list(found.trained_policies) == ["main", "checker"]
-    again = RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(found.model_dump(mode="json"))))
-    assert again == found
+    assert list(config.trained_policies) == ["main", "checker"]
+    again = RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(config.model_dump(mode="json"))))
+    assert again == config
 
 
 def test_bases_stay_even_if_only_a_preset_names_them() -> None:

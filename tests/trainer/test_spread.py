@@ -29,43 +29,43 @@ def penalised(*rewards: tuple[float, dict[str, float]]) -> Group:
     return Group("0/solver", "0", "solver", tuple(samples))
 
 
-def of(*groups: Group, trained: tuple[str, ...] = TRAINED, **rules: Any) -> Spread:
+def spread_in(*groups: Group, trained: tuple[str, ...] = TRAINED, **rules: Any) -> Spread:
     return spread(groups, CreditConfig.model_validate(rules), trained)
 
 
 @pytest.mark.parametrize("rules", [{}, {"std": "none"}, {"std": "none", "turns": "returns"}, {"normalise": "agent"}])
 def test_spread_is_that_of_rewards_without_penalties_of_form(rules: dict[str, str]) -> None:
     right, wrong, bare = (1.0, dict[str, float]()), (0.0, dict[str, float]()), {"format": -0.1}
-    assert of(penalised(right, wrong, wrong), **rules) is TASK
-    assert of(penalised(wrong, wrong, wrong), **rules) is NONE
-    assert of(penalised(wrong, wrong, (0.0, bare)), **rules) is FORM
-    assert of(penalised(right, (1.0, {"overlong": -0.7}), (1.0, {"overlong": -0.3} | bare)), **rules) is FORM
+    assert spread_in(penalised(right, wrong, wrong), **rules) is TASK
+    assert spread_in(penalised(wrong, wrong, wrong), **rules) is NONE
+    assert spread_in(penalised(wrong, wrong, (0.0, bare)), **rules) is FORM
+    assert spread_in(penalised(right, (1.0, {"overlong": -0.7}), (1.0, {"overlong": -0.3} | bare)), **rules) is FORM
     rounded = penalised((0.9, {}), (0.9, {"overlong": -0.2}))  # 0.9 - 0.2 + 0.2 is not 0.9
-    assert of(rounded, **rules) is FORM
-    assert of(penalised((0.3, bare), (0.3, bare)), **rules) is NONE
+    assert spread_in(rounded, **rules) is FORM
+    assert spread_in(penalised((0.3, bare), (0.3, bare)), **rules) is NONE
     hidden = penalised((1.0, {"overlong": -1.0}), wrong)  # the penalty makes them equal
     assert (
-        of(hidden, **rules) is TASK
+        spread_in(hidden, **rules) is TASK
         and not credit([hidden], CreditConfig.model_validate(rules), {}).advantages["0/solver:0"]
     )
 
 
 def test_missing_rewards_leave_a_flat_group_unknown() -> None:
-    assert of(group_of("0/solver", [1, 1, math.nan])) is UNKNOWN and of() is UNKNOWN
-    assert of(group_of("0/solver", [1, 0, math.nan])) is TASK
+    assert spread_in(group_of("0/solver", [1, 1, math.nan])) is UNKNOWN and spread_in() is UNKNOWN
+    assert spread_in(group_of("0/solver", [1, 0, math.nan])) is TASK
 
 
 def test_only_agents_that_are_trained_on_rewards_have_spread() -> None:
     groups = [group_of("0/solver", [1, 1]), group_of("0/solver:0/verifier1", [1, 0], "verifier1")]
-    assert of(*groups) is NONE and of(*groups, trained=("solver", "verifier1")) is TASK
-    assert of(*groups, normalise="global") is TASK  # the Verifiers' rewards are part of the Solver's baseline
+    assert spread_in(*groups) is NONE and spread_in(*groups, trained=("solver", "verifier1")) is TASK
+    assert spread_in(*groups, normalise="global") is TASK  # the Verifiers' rewards are part of the Solver's baseline
 
 
 def test_outcomes_decide_under_their_reward_scheme() -> None:
     group = group_of("0/solver", [1, 0])
     for outcomes, expected in (((1, 1), NONE), ((1, 0), TASK), ((1, math.nan), UNKNOWN)):
         samples = (replace(s, outcome=value) for s, value in zip(group.samples, outcomes, strict=True))
-        assert of(replace(group, samples=tuple(samples)), reward_scheme="outcome") is expected
+        assert spread_in(replace(group, samples=tuple(samples)), reward_scheme="outcome") is expected
 
 
 SOLVER = ("orchestration=solver",)
@@ -90,12 +90,12 @@ REFILL = "rollout.refill.groups=6"
         (("data.rest=2",), "data.rest is 2, but task=arithmetic generates new problems"),
     ],
 )
-def test_settings_under_which_nothing_could_count_are_refused(words: tuple[str, ...], message: str) -> None:
+def test_settings_under_which_no_group_could_count_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_config(None, [*SOLVER, *words])
 
 
-def test_the_first_agent_that_is_trained_counts_or_whole_instances(tmp_path: Path) -> None:
+def test_the_first_trained_agent_or_the_instance_is_counted(tmp_path: Path) -> None:
     train = "credit.train_agents=[corrector1,verifier1]"
     config, _ = read_config(None, [REFILL])
     assert config.counted_agent == "solver" and config.rollout.most_problems == 16

@@ -78,8 +78,8 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
 def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
     """Return each of two ranks' results. limit_s: time limit of a meeting; 0: run stand_by instead."""
     dist.init_process_group("gloo")  # no short timeout: a busy machine may be slow
-    told = meet(limit_s, late_s) if limit_s else stand_by()
-    both = [each.decode().split("\n") for each in gather_bytes("\n".join(told).encode())]
+    results = meet(limit_s, late_s) if limit_s else stand_by()
+    both = [each.decode().split("\n") for each in gather_bytes("\n".join(results).encode())]
     dist.destroy_process_group()
     return both
 
@@ -89,7 +89,7 @@ def meet(limit_s: float, late_s: float) -> list[str]:
     limit = datetime.timedelta(seconds=limit_s)
     dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
     dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]
-    found = []
+    results = []
     begin = time.process_time()
     for call, is_late in (
         (barrier, True),
@@ -100,27 +100,27 @@ def meet(limit_s: float, late_s: float) -> list[str]:
     ):
         if rank() == 0 and is_late:
             time.sleep(late_s)  # rank 0 plays meanwhile
-        found.append(str(call()))
+        results.append(str(call()))
     cpu_s = time.process_time() - begin
     sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     left = sum(store.check([f"marsrl/meeting/{n}/{key}"]) for n in range(1, 5) for key in ("here", "all"))
     collective.PIECE_BYTES = 7  # splits later messages into many pieces
-    return [*found, str(cpu_s), str(len(sleepers)), str(left)]
+    return [*results, str(cpu_s), str(len(sleepers)), str(left)]
 
 
 def stand_by() -> list[str]:
     def stopped() -> None:
         raise Stopped
 
-    mine = RunConfig().with_dtypes({"main": "bfloat16" if rank() == 0 else "float32"})
+    config = RunConfig().with_dtypes({"main": "bfloat16" if rank() == 0 else "float32"})
     standby = Standby({}, {}, {}, {} if rank() == 0 else None)
-    said = [with_first_rank_dtypes(mine).policies["main"].dtype, str(standby.during(lambda: "done"))]
+    results = [with_first_rank_dtypes(config).policies["main"].dtype, str(standby.during(lambda: "done"))]
     try:
         standby.during(stopped)
     except Stopped:
-        said.append("stopped")
-    return [*said, str(standby.during(lambda: "again"))]
+        results.append("stopped")
+    return [*results, str(standby.during(lambda: "again"))]
 
 
 def test_all_ranks_compute_and_stop_as_rank_0_does(two_ranks: RankPair) -> None:
@@ -205,15 +205,15 @@ def test_all_hear_which_rank_is_silent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "left_with"),
+    ("error", "expected", "left_with"),
     [(KeyboardInterrupt(), "was interrupted", KeyboardInterrupt), (OSError("x"), "ended with OSError: x", RankLost)],
 )
 def test_ranks_share_interruption_and_failure_of_another_rank(
-    error: BaseException, said: str, left_with: type[BaseException]
+    error: BaseException, expected: str, left_with: type[BaseException]
 ) -> None:
     store = dist.HashStore()
     first, other = (Rank(store, r) for r in (0, 2))
-    with pytest.raises(left_with, match=rf"rank 2 \(.*\) {said}"), first.heartbeat:
+    with pytest.raises(left_with, match=rf"rank 2 \(.*\) {expected}"), first.heartbeat:
         with contextlib.suppress(type(error)), other.heartbeat:
             raise error
         assert first.stopped.wait(60)

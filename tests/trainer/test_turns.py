@@ -22,14 +22,14 @@ RULES = CreditConfig(std="none", turns="returns")
 AGENTS = {"solver": AgentConfig()}
 
 
-def of_turns(place: int, *rewards: float, last: float = 0.0, **parts: float) -> Sample:
+def of_turns(index: int, *rewards: float, last: float = 0.0, **parts: float) -> Sample:
     """Return a session of turns with these rewards. A turn has two tokens, and a foreign token separates turns. last: the rest of
     the sample's reward, which belongs to the last turn.
     """
     num_tokens = 3 * len(rewards) - 1
     reward = Reward(sum(rewards) + last + sum(parts.values()), 1.0, parts, turns=rewards)
     is_sampled = np.arange(num_tokens) % 3 < 2
-    return replace(sampled(f"0/solver:{place}", 0, tokens=num_tokens), reward=reward, is_sampled=is_sampled)
+    return replace(sampled(f"0/solver:{index}", 0, tokens=num_tokens), reward=reward, is_sampled=is_sampled)
 
 
 def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig | None = None, **more: Any) -> Credited:
@@ -38,20 +38,20 @@ def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig |
 
 
 def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
-    found = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
+    result = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
     # Returns to go: 3, 2; 4, 4; 5. The baseline of a first turn is the mean return of the other samples. The baseline of a second
     # turn is the mean, over the other samples, of their returns to go at the second turn. A sample without a second turn enters
     # with the mean return of the others minus this sample's past rewards.
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
-    assert list(found.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
+    assert list(result.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
     # A sample's advantage is the one of its turns' that is farthest from 0.
-    assert list(found.advantages.values()) == pytest.approx([-1.75, 1, 1.5])
-    first = found.sequences[0].token_advantages
+    assert list(result.advantages.values()) == pytest.approx([-1.75, 1, 1.5])
+    first = result.sequences[0].token_advantages
     assert first is not None and first.tolist() == pytest.approx([-1.5, -1.5, 0, -1.75, -1.75])
-    metrics = turn_metrics([(sample, found.turns[sample.uid]) for sample in found.groups[0].samples])
+    metrics = turn_metrics([(sample, result.turns[sample.uid]) for sample in result.groups[0].samples])
     assert metrics["turns/solver/number"] == pytest.approx(5 / 3)
     assert metrics["turns/solver/advantage_std"] == pytest.approx(np.std([*expected[0], *expected[1], *expected[2]]))
-    assert found.of(["solver"]).turns == found.turns and not found.of(["verifier1"]).turns
+    assert result.of(["solver"]).turns == result.turns and not result.of(["verifier1"]).turns
 
 
 def test_without_turns_of_their_own_samples_get_leave_one_out() -> None:
@@ -133,7 +133,7 @@ def test_means_of_sequences_refuse_credit_by_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"),
+    ("value", "reason"),
     [
         ([1.0], "expected 2 rewards, one for each turn of 0/solver:0, or none, found 1"),
         ([1.0, "2"], "the reward of turn 2 to be a number"),
@@ -141,6 +141,6 @@ def test_means_of_sequences_refuse_credit_by_turn() -> None:
         ({"a": 1.0}, "expected a list of numbers"),
     ],
 )
-def test_a_teams_rewards_of_turns_are_checked(found: object, reason: str) -> None:
+def test_a_teams_rewards_of_turns_are_checked(value: object, reason: str) -> None:
     with pytest.raises((TypeError, ValueError), match=reason):
-        returned.turn_rewards(found, of_turns(0, 0.0, 0.0))
+        returned.turn_rewards(value, of_turns(0, 0.0, 0.0))

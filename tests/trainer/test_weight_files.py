@@ -35,15 +35,15 @@ def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
         PrivateFolder(tmp_path).close()
         os._exit(0)
 
-    found, last, is_killed = [], 1, True
+    num_left, last, is_killed = [], 1, True
     while is_killed:
         child = in_a_child(make, last)
         child.join()
-        found.append(len(list(tmp_path.iterdir())))
+        num_left.append(len(list(tmp_path.iterdir())))
         PrivateFolder(tmp_path).close()
         assert list(tmp_path.iterdir()) == []
         last, is_killed = last + 1, child.exitcode != 0
-    assert set(found) == {0, 1} and len(found) > 5
+    assert set(num_left) == {0, 1} and len(num_left) > 5
 
 
 def test_a_folder_seen_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
