@@ -74,7 +74,7 @@ def test_each_agent_is_rewarded_for_its_own_output_if_known(
         assert reward == expected
         return
     assert reward.is_missing and math.isnan(reward.correct) and expected in reward.note
-    if "(s:0)" in expected:  # unparsable outputs are not handed on either
+    if "(s:0)" in expected:  # outputs with an incomplete reward are not handed on either
         assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
 
@@ -188,7 +188,7 @@ FLAGS = {"verdict": False, "shown": "t"}
 
 HANDED_ON: list[
     tuple[str, Sample, bool, bool]
-] = [  # columns: receiver; output; is it handed on by default; and with pick_unparsable
+] = [  # columns: receiver; output; whether it is handed on by default; and with pick_unparsable
     ("verifier1", sample("good", **RIGHT), True, True),
     ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
     ("verifier1", sample("in a thought", correct=0.0), False, False),
@@ -300,7 +300,7 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     ("sCCCWsCCCC", SCRIPT, 1),  # four calls for each candidate
     ("sCWsCC", {"accept_after": 2}, 2),
     ("sWt", {}, 1),
-    ("sWsWt", {}, 1),  # of equal candidates the earliest counts
+    ("sWsWt", {}, 1),  # the earliest of equal candidates counts
     (MANY, {}, 2),
     (f"{MANY}sW", SCRIPT, 2),  # one more call
     ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1),  # two calls for each candidate

@@ -34,7 +34,7 @@ def play(
 ) -> Episode:
     """Play one episode to its end, and return it.
 
-    say: answer to an ask. None: it never arrives; "..." at its start: truncated; FAILED: an engine error.
+    say: returns an ask's answer (None: no answer arrives; FAILED: an engine error). Answers that start with "..." are truncated.
     order: receives the asks and tool calls, in order.
     """
     episode = Episode("000001.0", "000001", problem)
@@ -88,7 +88,7 @@ SOLVED: list[tuple[int, list[str], list[float], bool]] = [
     (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),
     (2, ["... Answer: 1 and", "Verdict: correct"], [0, 0], False),
     (2, ["Answer: 2", "... looks", "Answer: 1"], [0, 0, 1], True),
-    # The solution counts with or without an answer, and a Verifier that rejects a right one earns nothing.
+    # The last solution counts even without an answer. A Verifier that rejects a right solution earns nothing.
     *((2, ["Answer: 1", "Verdict: wrong", last], [1, 0, 0], False) for last in ("... cut off", "I give up.")),
 ]
 
@@ -141,7 +141,7 @@ def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
     for settings, num_asks in (({}, 3), ({"missing_verdict": "correct"}, 2), ({"parser": "compat"}, 2)):
         episode = play(team(**settings), script("\\boxed{1}", "no tag", "\\boxed{1}"))
         (report,) = list(episode.answers.values())[1]
-        # A format error earns nothing, whatever follows from it.
+        # A report without a readable verdict earns nothing, even if it counts as acceptance.
         assert len(episode.asks) == num_asks and report.reward.value == 0
 
 

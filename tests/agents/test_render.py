@@ -116,7 +116,7 @@ def test_a_tool_description_is_kept_and_makes_no_control_token(renderer: ChatRen
         assert f'"{about}"' in text and renderer.decode(ids) == text
         cut = renderer.render_cut(messages, len(ids), "middle", tools)
         assert cut is not None and cut[0].tolist() == ids.tolist()
-        # the only content has one token
+        # The content, "3", has a single token, so nothing can be cut.
         assert renderer.render_cut(messages, len(ids) - 1, "middle", tools) is None
         function = {"name": "look", "description": about, "parameters": tools[0].parameters}
         of_program, _ = renderer.render(

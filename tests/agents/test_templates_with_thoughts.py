@@ -208,7 +208,7 @@ def test_the_next_turn_is_as_the_template_writes_it(named: tuple[str, ChatRender
     assert tokens and whole[-len(tokens) :] == tokens and renderer.eos_id in whole[: -len(tokens)]
 
 
-KEPT = {
+KEPT = {  # template: whether it shows an earlier thought again (before a tool's output, before a user message)
     "qwen3": (True, False),
     "macro": (True, False),
     "r1": (False, False),
