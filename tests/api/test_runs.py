@@ -30,7 +30,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 CALLS = list[str]()
-"""Answers judged by Sevens since the last reset. With INTERRUPTS the tenth answer interrupts the run."""
+"""Answers judged by Sevens since the last reset. Unless INTERRUPTS is empty, the tenth answer interrupts the run."""
 INTERRUPTS = list[bool]()
 
 
