@@ -30,7 +30,7 @@ def by_length(question: str) -> str:
 
 
 class Killed(Exception):
-    """Stands for kill -9: no cleanup code runs that a kill would skip."""
+    """Raised in place of kill -9."""
 
 
 def rows_of(questions: Iterable[str], answer: str | None = None) -> list[Row]:

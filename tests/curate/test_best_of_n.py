@@ -42,7 +42,7 @@ def rows(num: int) -> list[Row]:
 class Players:
     """A team whose Solver answers row i correctly in the first right(i) draws.
 
-    played: (row, draw) in order. seeds: seed of every request, by uid.
+    played: (row, draw) in order. seeds: seeds of the requests, by uid.
     """
 
     right: Callable[[int], int]
