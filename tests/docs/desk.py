@@ -74,7 +74,7 @@ class Desk:
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
         """Return the command's arguments with real paths, and put real paths into its config file.
 
-        model: function from a model's name to its directory. rest: words that replace three dots.
+        model: function from a model's name to its directory. rest: arguments that replace `...`.
         """
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
@@ -85,7 +85,7 @@ class Desk:
         return words
 
     def write_problems(self, config: str) -> None:
-        """Write the files that a config's data.train and data.eval name and that are missing: `count` problems each, or four."""
+        """Write the missing files of a config's data.train and data.eval, each with its `count` of problems, or four."""
         data = yaml.safe_load(config).get("data", {})
         for file in [file for key in ("train", "eval") if isinstance(data.get(key), list) for file in data[key]]:
             path = self.folder / file["path"]
@@ -123,10 +123,10 @@ class Desk:
 
 
 def boxing_model(folder: Path, answers: str = "78") -> Path:
-    r"""Write a random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8} at random, or with another digit of `answers`.
+    r"""Write a Qwen3-MoE with random layers that completes every chat with \boxed{d}, where d is a random digit of `answers`.
 
-    It is fast because completions are short: the head encodes which byte follows which, and the embedding is large, so that the
-    random layers do not drown it.
+    The head encodes which byte follows which. The embedding is large, so that the random layers hardly change the logits. Short
+    completions make tests fast.
     """
     init_model("tiny", "bytes", folder)
     weights = load_file(folder / "model.safetensors")

@@ -40,7 +40,7 @@ class Found:
 
 @cache
 def parsed(page: Path) -> list[Token]:
-    """Return CommonMark's blocks, and tables."""
+    """Return the page's Markdown tokens (CommonMark with tables)."""
     return MarkdownIt().enable("table").parse(page.read_text("utf-8"))
 
 

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    # Independent of the shell that started pytest.
+    # The output of --help must not depend on the shell that started pytest.
     monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     os.chdir(tmp_path)
     return Desk(tmp_path)
