@@ -39,8 +39,8 @@ Made = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """made("/tmp/agents"): the virtual environment that the documents create at this path, created in a folder of the tests. uv
-    installs the packages, because pip needs thirty times the work.
+    """Return a function from a path in the documents, such as /tmp/agents, to a virtual environment with the packages that the
+    documents install there. It is in a temporary folder. uv installs the packages, because pip takes thirty times as long.
     """
     folder = tmp_path_factory.mktemp("environments")
     commands = [shlex.split(each) for each in run_by("test_an_environment_has_what_its_programs_import")]
@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """model("bytes"): random weights with a byte tokenizer; with other names, the tokens are the arithmetic task's words."""
+    """Return a function from a tokenizer, "bytes" or "words" (the arithmetic task's), to a directory with a random model."""
     folder = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: init_model("tiny", "bytes" if name == "bytes" else "arithmetic", folder / name))
 
@@ -101,7 +101,7 @@ def test_a_clerk_is_taught_to_hand_off(command: str, model: Made, tmp_path: Path
 
 
 def hands_off_once(request: DecodeRequest) -> str:
-    """The first session of each problem hands off, the second does not."""
+    """Return a completion: the clerk hands off in the first session of each problem, and answers in the second."""
     session, _, agent = request.uid.partition("/")
     if agent.startswith("clerk") and session.endswith(".0"):
         return '<tool_call>{"name": "transfer_to_expert", "arguments": {}}</tool_call>'
