@@ -41,7 +41,7 @@ def rollout_config(**options: Any) -> RolloutConfig:
 
 @dataclass
 class Played:
-    """A team that plays. played: its batches so far."""
+    """A team of programs, and the stages that play its batches."""
 
     stages: Stages
     team: Team

@@ -110,7 +110,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def shown(name: str, trained: Trained) -> Iterator[str]:
-    """Return lines for readers: tokens, advantages, gradient."""
+    """Yield lines to print: tokens, advantages, gradient norms."""
     sequences = sorted(trained.credited.sequences, key=lambda sequence: sequence.uid)
     tokens = digest(
         each.prompt_ids.tobytes() + each.token_ids.tobytes() + each.is_sampled.tobytes() for each in sequences

@@ -199,7 +199,7 @@ FATES = {  # name: (events, fates of the answers: read, unread or superseded)
 
 
 async def happen(direct: Direct, events: str) -> list[Answer | None]:
-    """Play the events, and return the answers. a+0 is a prompt that continues the first one."""
+    """Play the events, and return each call's answer. `a+0` is prompt a, followed by answer 0 and a new token."""
     tasks: list[asyncio.Task[Answer]] = []
     gone, answers = set[int](), dict[int, Answer]()
     for word, _, what in (event.partition(" ") for event in events.split(", ")):

@@ -100,7 +100,7 @@ Tried = Callable[..., list[str]]
 
 @pytest.fixture
 def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
-    """Return the output of `marsrl try` for one problem with these external settings, without the lines of its tree."""
+    """Return a function that runs `marsrl try` on one problem and returns the output's lines without the tree's branches."""
 
     def run(
         external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None, code: int = 0
@@ -144,7 +144,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1] == "does not continue an earlier sample: another call continues the same answer"
     assert lines[other + 2].startswith("call 4 reads ")
-    assert at < verifier < other  # Both lie below solver:0, which called the first and whose tokens begin the second.
+    assert at < verifier < other  # solver:0 called verifier:0, and its tokens begin solver#1:0
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:
