@@ -127,7 +127,7 @@ def test_commands_on_a_run_are_as_they_are_written(
 
 
 def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner, tmp_path: Path) -> None:
-    """Runs `make train`'s command with the ready-made start; another seed uses the first run's start, which was trained less."""
+    """Run the command of `make train` from the ready-made start, or with another seed from the first run's shorter warm start."""
     (command,) = run_by("test_the_default_run_starts_as_it_is_written")
     desk = Desk(tmp_path)
     shutil.copytree(warm_started(runner.cache, first_run / "config.yaml"), warm_started(desk.cache, None, *SEED))

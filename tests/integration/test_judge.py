@@ -39,7 +39,7 @@ Say = Callable[[str], str]
 
 @pytest.fixture
 def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
-    """Yield engines(team, judge), which makes all engines answer by these functions. team: from a sample's uid. judge: from the
+    """Yield engines(team, judge), which sets the functions that write completions: `team` from a sample's uid, `judge` from the
     judged answer.
     """
     renderer = ChatRenderer(model)

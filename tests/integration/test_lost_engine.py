@@ -105,7 +105,7 @@ def strikes(run: Run) -> threading.Thread:
             wait_for_tokens()
             engine = actors()[-1]
             engine.suspend()
-            time.sleep(1)  # give further signals time to arrive
+            time.sleep(1)  # results that were already sent arrive
             if pool.num_under_way:
                 break
             engine.resume()

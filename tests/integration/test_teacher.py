@@ -36,7 +36,7 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], tmp_path: Path) -> None:
-    """Also if a sample has segments of several versions, and if training forces the experts that the engine recorded."""
+    """Samples have segments of several versions, and training forces the experts that the engine recorded."""
     words += ["rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2"]
     words += ["trainer.router_replay=rollout"]
     rows = rows_of(train_here(tmp_path, [*words, "agents.solver.loss_weight=0", "run.steps=14"]))

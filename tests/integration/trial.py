@@ -28,7 +28,7 @@ GONE_S = 180.0  # time for a run's processes to disappear after it, on a loaded 
 DISK_MIB = 400
 NUM_WORKERS = 2
 MISCHIEF = Path(__file__).with_name("mischief.py")
-NO_STEP = "step_99999"  # the checkpoint that `latest` is made to name
+NO_STEP = "step_99999"  # a missing checkpoint, which a fault writes to `latest`
 CHAOS = "MARSRL_CHAOS"  # environment variable of all processes of a folder's runs
 WORDS = re.compile(r"run\.resume=(auto|previous)")
 
@@ -142,7 +142,7 @@ class Trial:
         return Life(process, log)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Return processes of this folder's runs, whatever their parents. name: beginning of the command, or the process name."""
+        """Return processes of this folder's runs, also orphans. name: prefix of the process name or of the executable."""
         every = [
             (each, [each.info["name"], *each.info["cmdline"][:1]]) for each in started_with(CHAOS, str(self.folder))
         ]
