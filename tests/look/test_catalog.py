@@ -132,7 +132,7 @@ def test_problems_are_listed_over_ranges_of_steps(tmp_path: Path) -> None:
     found = measured.problems(catalog, "solver")
     assert found["columns"] == [(step, step + 1) for step in range(10, 40, 2)]
     rows = {row["problem"]: row["cells"] for row in found["rows"]}
-    assert [*rows] == ["often", "3", "2", "1"]  # the newest first if equal
+    assert [*rows] == ["often", "3", "2", "1"]  # problems with equally many samples: the newest first
     assert rows["often"][:6] == [[2, 0.5, 0.0]] * 5 + [[2, 0.5, 1.0]]
     assert rows["1"] == [[1, 0.0, 0.0]] * 5 + [None] * 10
     assert [row["cells"][0][0] for row in measured.problems(catalog)["rows"] if row["problem"] == "1"] == [2]

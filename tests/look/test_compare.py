@@ -69,11 +69,12 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None
     assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
     assert Difference(0.5, 0.1, 0.9, 2).is_clear
-    # Pairs share a problem's difficulty, which two separate intervals do not: those are sqrt(2) as wide if independent.
+    # Both runs share the difficulty of each problem, so the interval of their difference is narrower than for independent runs,
+    # where it is sqrt(2) times as wide as one run's.
     one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))
     system, pair = read_compared(one).last.system, gap(one, other)
     assert pair.high - pair.low < 1.3 * (system.high - system.low)
-    # One of several sets, and problems with known answers.
+    # Rows of all data sets, and of one. Problems whose answers were not judged do not count.
     math, qa, others = (draws(0.5, range(k, k + 4), 1, of) for k, of in ((0, "math"), (4, "qa"), (8, "qa")))
     unknown = [draw.model_copy(update={"system": Said(correct=None), "alone": None}) for draw in others]
     sets, rows = keep(tmp_path / "g", [*math, *qa[2:], *unknown]), ("system", "alone", "math/system", "qa/alone")
