@@ -155,7 +155,9 @@ def test_detection_recall_counts_only_readable_verdicts() -> None:
         samples.append(make_sample(f"p0#0/verifier1:{i}", "verifier1", verdict=verdict, reward=reward))
     found = summarise([make_group(*samples)], version=0)
     assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
-    assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(2 / 3)  # one was right
+    assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(
+        2 / 3
+    )  # one of three rejected solutions was right
     right = summarise([make_group(samples[3], samples[4])], version=0)
     assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
 
