@@ -218,9 +218,7 @@ def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
 
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
-    """Return the groups that are trained next, after a stage or after some steps of the engine with three tokens each; often
-    none.
-    """
+    """Play a stage or, with overlap, a random number of engine steps; return the groups of the batch that is complete, if any."""
     if stages.in_step:
         return next_batch(stages, versions).groups
     stages.resume(versions)

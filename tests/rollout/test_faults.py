@@ -123,9 +123,11 @@ def test_a_restarted_engine_gets_the_current_weights() -> None:
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
     replicas.hung.add(0)
     sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
-    scores, other = pool.score(sequences)  # also a sync's probe
+    scores, other = pool.score(sequences)  # as a sync's probe does
     replicas.dead.add(0)
-    for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):  # also a teacher's scores
+    for one, *same in zip(
+        pool.score_shared(sequences, 1.0), scores, other, strict=True
+    ):  # as a teacher's scores are computed
         assert all(np.array_equal(one, each) for each in same)
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 

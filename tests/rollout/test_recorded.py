@@ -84,7 +84,10 @@ def chosen(engine: LocalEngine, tokens: IntArray, version: int = 0) -> ExpertArr
 
 
 def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **solver: Any) -> list[Sample]:
-    """Return the Solver's samples of one step; the other weights arrive after their first segment, as does a checkpoint."""
+    """Return the Solver's samples of one step.
+
+    other: weights that the engine loads after the first segment; the rollout is saved and restored then, too.
+    """
     config = RolloutConfig.model_validate(
         {"engine": "local", "prompts_per_step": 2, "group_size": 3, "max_response_tokens": 24, "segments": segments}
     )

@@ -47,8 +47,8 @@ def spread_of(groups: Sequence[Group]) -> Spread:
 def live(*numbers: int, lengths: Callable[[int], int] = lambda number: 9) -> Script:
     """Return a script in which only the problems with these numbers have groups with spread.
 
-    For them, one Solver sample of each group is right; for others, none is. Only for them Verifiers find errors, which makes
-    their trajectories longer. lengths: function from a problem's number to the length of its completions.
+    In their groups, one Solver sample is right, and Verifiers find errors, which makes the trajectories longer. In other groups,
+    no sample is right. lengths: function from a problem's number to the length of its completions.
     """
 
     def script(request: DecodeRequest) -> list[int]:

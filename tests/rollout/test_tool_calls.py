@@ -32,7 +32,11 @@ PROBLEM = Problem("p", "what ?", "7", "math")
 
 
 class Says:
-    """A script: the agent's turns, for every prompt, and `reads`, a reader's output for its prompt. prompts: by sample."""
+    """Script of an engine.
+
+    turns: the agent's turns, whatever its prompt. reads: function from a reader's prompt to its output. prompts: prompt of each
+    sample's first turn, by uid.
+    """
 
     def __init__(self, renderer: ChatRenderer, turns: Sequence[str], reads: Callable[[str], str] | None = None) -> None:
         self.renderer, self.turns, self.reads = renderer, turns, reads
@@ -111,7 +115,7 @@ def echoes(arguments: Mapping[str, object]) -> str:
 def played(
     renderer: ChatRenderer, turns: Sequence[str], config: RolloutConfig | None = None, **settings: object
 ) -> tuple[Sample, Tool, dict[str, float]]:
-    """Return an episode's sample with its text, the tool echo, and the pool's counts; files is a server with two functions."""
+    """Return (an episode's sample with its text, the tool echo, counts). The tool `files` is a server with two functions."""
     echo = Tool("echo", (ToolFunction("echo", "Says it twice.", TEXT),), echoes)
     functions = tuple(ToolFunction(name, "", TEXT, "files") for name in ("read", "list"))
     tools = ToolPool({"echo": echo, "files": Tool("files", functions, lambda given: f"{given['name']} of files")})

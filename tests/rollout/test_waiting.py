@@ -286,7 +286,7 @@ class Twice(Seeker):
 
 
 def test_outputs_are_awaited_together_if_there_is_no_overlap() -> None:
-    """Otherwise timing would decide which outputs an engine gets first, and runs would not be reproducible."""
+    """If outputs went on one by one, timing would decide which an engine gets first, and runs would not be reproducible."""
 
     def found(call: ToolCall) -> ToolOutput:
         time.sleep(0.02 * tools.called.total())  # each call takes longer than the last
