@@ -30,7 +30,7 @@ def test_no_response_gains_in_an_equilibrium(bluff: float) -> None:
 
 
 def test_an_average_plays_like_a_policy_drawn_before_the_game() -> None:
-    """Only the first player is sampled: a payoff is linear in one player's plan."""
+    """Only the first player draws a policy, because a payoff is linear in the plan of one player."""
     both = [equilibrium(1 / 3) | {(2, ""): 0.9, (2, "01"): 0.8}, equilibrium(0.0) | {(2, "01"): 0.1}]
     second = {point: 0.4 for point in POINTS if len(point[1]) % 2}
     for deal in DEALS:
