@@ -313,7 +313,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
 
 
 def test_a_demonstration_trains_the_policy_of_its_agent(read: Read) -> None:
-    """A demonstration that names an agent is rendered with the agent's template options, for the agent's policy."""
+    """If several policies are trained, a demonstration must name its agent."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
     words = (*policies, "agents={corrector1: {policy: a}, verifier2: {policy: b}, corrector2: {policy: a}}")
     said = [*CHAT, {"role": "assistant", "content": "4"}]
