@@ -116,7 +116,7 @@ PUBLIC = [
 
 
 def altered(reference: str) -> str:
-    """Return the reference with its first digit, or all of it, changed."""
+    """Return the reference with its first digit changed, or plus 1 if it has no digit."""
     at = next((i for i, character in enumerate(reference) if character.isdigit()), None)
     return f"{reference}+1" if at is None else f"{reference[:at]}{(int(reference[at]) + 1) % 10}{reference[at + 1 :]}"
 
