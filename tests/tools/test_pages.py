@@ -168,7 +168,7 @@ def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
 
 
 def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[str]:
-    """Resolve names from now on; names of one.test have one answer after another."""
+    """Resolve names under one.test to the next of `answers` (the last one repeatedly); return the list of the names looked up."""
     real, asked, left = socket.getaddrinfo, list[str](), list(answers)
 
     def look_up(host: Any, port: Any, *more: Any, **how: Any) -> Any:
