@@ -1,5 +1,5 @@
-"""Checkpoints of a learner whose weights are a file with a word. They are complete or absent; which ones are kept; their list of
-files; and how the message of a failed run says to continue.
+"""Checkpoints of a learner whose weights are a file with a word: they are complete or absent, a manifest lists their files, and
+old ones are removed. The message of a failed run says how to resume.
 
 tests/megatron/test_checkpoint.py tests real weights, damage, pointers and full disks.
 """

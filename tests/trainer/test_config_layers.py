@@ -118,7 +118,7 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
 
 @pytest.mark.parametrize("by_word", [True, False])
 def test_a_presets_policies_without_agents_are_left_out(by_word: bool) -> None:
-    """Also with a preset that --config names, so a single argument is enough to give both agents one policy."""
+    """A single argument is enough to give both agents one policy, whether the preset is named by `preset` or by --config."""
     name = "cpu_solver_verifier"
 
     def policies(*words: str) -> list[str]:

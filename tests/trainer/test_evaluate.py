@@ -147,7 +147,7 @@ def test_a_missing_verdict_is_an_error_not_an_acceptance(evaluator: Any) -> None
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
-    assert verifier.n == 0 and verifier.mean is None  # never wrong: the inputs are of one class only
+    assert verifier.n == 0 and verifier.mean is None  # the Solver is never wrong, so the fixed inputs have one class
     assert verifier.confusion is not None and verifier.confusion.none == 10
     assert verifier.loop_confusion is not None and verifier.loop_confusion.none > 0
     form = "have no verdict in the form Verdict: correct or Verdict: wrong"

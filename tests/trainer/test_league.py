@@ -88,7 +88,7 @@ def test_versions_stay_while_a_checkpoint_needs_them(suffix: str, tmp_path: Path
     assert kept(run) == [0, 2]
     save(run, 3, 3, suffix)
     play(league, sync, range(4, 10))
-    assert kept(run) == [0, 2, 4, 8]  # 2 and 4: opponents of versions 3 and 4 or 5
+    assert kept(run) == [0, 2, 4, 8]  # 2 is an opponent of versions 3 and 4, and 4 of version 8
     # A run that resumes from the checkpoint makes the later ones again.
     league.forget_after(3)
     assert kept(run) == [0, 2] and [*league.load(3)] == [0, 2]

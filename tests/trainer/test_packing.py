@@ -186,7 +186,7 @@ def test_the_cut_follows_seed_and_step_alone() -> None:
         batches = mini_batches(credit(groups, CreditConfig(), AGENTS), 3, Average(), seed=seed, step=step)
         return [sorted({s.uid[0] for s in update.sequences}) for update in batches]
 
-    # The group beside "2" has no spread. The split must not change when a run is resumed.
+    # The second mini-batch also has group 9, which has no spread and so no sequences. A resumed run must split alike.
     assert cut(0, 1) == cut(0, 1, GROUPS[::-1]) == [["0", "3", "4"], ["2"], ["1", "5"]]
     assert cut(0, 1) != cut(0, 2) and cut(0, 1) != cut(1, 1)
 

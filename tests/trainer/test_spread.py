@@ -100,7 +100,7 @@ def test_the_first_trained_agent_or_the_instance_is_counted(tmp_path: Path) -> N
     config, _ = read_config(None, [REFILL])
     assert config.counted_agent == "solver" and config.rollout.most_problems == 16
     assert read_config(None, [REFILL, train])[0].counted_agent == "verifier1"
-    # Two groups of a problem.
+    # Each problem has two groups of verifier1, so 12 are possible.
     assert read_config(None, [train, "rollout.refill.groups=12"])[0].counted_agent == "verifier1"
     for word in ("rollout.pipeline=trajectory", "credit.normalise=agent"):
         assert read_config(None, [REFILL, word])[0].counted_agent is None

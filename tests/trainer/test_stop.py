@@ -1,5 +1,6 @@
-"""What stops a run: Ctrl-C and SIGTERM; silent or failing ranks, after which the others stop and name them; too many non-finite
-steps. While ranks wait for rank 0, they sleep, and the wait has no time limit.
+"""What stops a run: Ctrl-C, SIGTERM, too many non-finite steps, or a silent or failing rank, which the other ranks name.
+
+Ranks that wait for rank 0 sleep, without a time limit.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
 
 
 def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
-    """Return each of two ranks' results. limit_s: time limit of a meeting; 0: run stand_by instead."""
+    """Return the results of both ranks. limit_s: time limit of a collective, for `meet`; 0: run `stand_by` instead."""
     dist.init_process_group("gloo")  # no short timeout: a busy machine may be slow
     results = meet(limit_s, late_s) if limit_s else stand_by()
     both = [each.decode().split("\n") for each in gather_bytes("\n".join(results).encode())]
@@ -85,7 +86,7 @@ def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
 
 
 def meet(limit_s: float, late_s: float) -> list[str]:
-    """Hold the meetings. Also return the CPU seconds of rank 1, which mostly waits."""
+    """Call five collectives; return their results, this rank's CPU seconds, and the numbers of threads and store keys left."""
     limit = datetime.timedelta(seconds=limit_s)
     dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
     dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]
@@ -166,8 +167,9 @@ os._exit(0)
 
 
 class Rank:
-    """A heartbeat of one of three ranks that records what would have stopped the process. now: its clock, which a test
-    advances.
+    """One of three ranks, whose heartbeat records a reason to stop instead of stopping the process.
+
+    now: clock of the heartbeat, which a test advances.
     """
 
     def __init__(self, store: dist.Store, rank: int) -> None:
