@@ -54,7 +54,8 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
     ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
-    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # penalties lower only the solution's reward
+    # The solution is right, although it has a penalty.
+    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),
     ("verifier1", {}, ZERO, None, replace(ZERO, note="no verdict")),
     ("verifier1", {}, GONE, None, "the solution judged (s:0) has no reward"),
     *(("verifier1", {"verdict": True}, Reward(*half), None, "(s:0)") for half in ((MISSING, 1.0), (1.0, MISSING))),
@@ -304,11 +305,8 @@ TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     (MANY, {}, 2),
     (f"{MANY}sW", SCRIPT, 2),  # one more call
     ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1),  # two calls for each candidate
-    (
-        "sTCCCC",
-        {},
-        1,
-    ),  # a truncated report neither accepts the solution nor names an error to correct, so the solution is judged again
+    # A truncated report neither accepts the solution nor names an error to correct, so the solution is judged again.
+    ("sTCCCC", {}, 1),
     ("sCTCC", {"accept_after": 2}, 1),  # a truncated report also ends a series of acceptances
     ("sTsWt", SCRIPT, 2),  # the truncated report is handed on, but its call does not count
     ("t", {}, 0),

@@ -77,12 +77,8 @@ def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
 # max_loops; answers in order; rewards; whether the last solution is right
 SOLVED: list[tuple[int, list[str], list[float], bool]] = [
     (3, ["Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"], [0, 1, 1, 1], True),
-    (
-        3,
-        [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"],
-        [0, 1, 0, 1, 0],
-        False,
-    ),  # the last solution is not verified
+    # The last solution is not verified.
+    (3, [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"], [0, 1, 0, 1, 0], False),
     (1, ["Answer: 2"], [0], False),
     # a truncated (overlong) solution, its right rejection, a right solution
     (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),

@@ -86,9 +86,8 @@ def test_the_form_is_asked_for_once() -> None:
         assert [turn.content for turn in solver(problem=asks)] == [asks]
     corrector = prompt_set("math").fill(Role.CORRECTOR, problem="2 + 2?", solution="4", report="no")
     assert sum(turn.content.count("\\boxed{") for turn in corrector) == 1
-    file = parse_prompts(
-        SOLVER.replace("boxed", "{regex: 'A(.)'}\nform: Write A and a digit."), "f"
-    )  # without an example
+    # A parser without an example still has its form appended.
+    file = parse_prompts(SOLVER.replace("boxed", "{regex: 'A(.)'}\nform: Write A and a digit."), "f")
     assert file.fill(Role.SOLVER, problem="P")[0].content == "P\n\nWrite A and a digit."
 
 

@@ -128,7 +128,7 @@ def test_control_words_in_contents_are_tokenised_as_text(
 
 
 def test_a_user_s_tool_response_keeps_the_thought(tmp_path: Path) -> None:
-    """Qwen3's template looks for these words in user messages, and includes them."""
+    """Qwen3's template takes a user message in these tags for a tool's output, after which earlier thoughts stay."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     chat = [ASK, turn("assistant", THOUGHT + "so"), turn("user", "<tool_response>\n7\n</tool_response>")]
     ids, text = renderer.render(chat)
