@@ -45,9 +45,8 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
     rows = {row["name"]: row for row in table["rows"]}
     scaled = "Liger fused linear scaled CE, unmasked rows only"
     assert {"ours", "torch eager", "Liger fused linear GRPO", scaled} <= rows.keys()
-    assert (
-        rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()
-    )  # errors of log-probs, entropy and gradients
+    # Errors of log-probs, entropy and gradients.
+    assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
 
@@ -176,7 +175,7 @@ def test_a_step_with_shared_prefixes_equals_the_flat_batchs(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
     """Time our learner and the reference in turns on a dense model. Gradient norms are compared before anything is printed."""
-    # Imported here: it takes a second, which other tests need not spend.
+    # Imported late, because it takes a second.
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

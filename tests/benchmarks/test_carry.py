@@ -1,4 +1,4 @@
-"""Wheels are split into small pieces for a machine without a network, without code that its GPU cannot run."""
+"""carry.py splits wheels into small pieces for a machine without a network, and removes code for other GPUs."""
 
 import shutil
 import struct
