@@ -73,7 +73,7 @@ def prompt_of(request: DecodeRequest) -> str:
 
 @dataclass
 class ScriptedJudge:
-    """Judge that answers questions by a script. asked: the questions in order. prompts: all requests."""
+    """Judge that answers questions by a script. asked: the questions in order. prompts: prompts of all requests."""
 
     script: Callable[[str], str]
     fail: Callable[[str], str | None] = lambda question: None

@@ -70,7 +70,7 @@ def test_an_alteration_is_another_answer(reference: str, rule: str, answers: lis
 @pytest.mark.parametrize(
     ("reference", "rules"),
     [
-        (r"\sin(2\pi)", {"a digit changed", "a sign flipped", "one more"}),  # the value is 0 whatever the factor
+        (r"\sin(2\pi)", {"a digit changed", "a sign flipped", "one more"}),  # sin(n pi) is 0 for every integer n
         (r"2 \cdot 0 + 3x", {"a digit changed", "an exponent changed"}),
         ("1^{7}", {"a digit changed", "an exponent changed"}),
         (r"\binom{5}{2}", {"a digit changed"}),  # equals 10, as 3 of 5 does
@@ -196,7 +196,7 @@ def test_misjudged_answers_are_listed_by_line_and_rule(capsys: Any) -> None:
     assert misjudged["refs.jsonl:3"]["another order"] == [r"\{5, 4\}"]
     assert misjudged["refs.jsonl:4"] == {"a tiny constant": [alterations.TINY], alterations.PLACEHOLDER: ["proof"]}
     assert misjudged["refs.jsonl:5"]["another unit"] == ["7 m"]
-    # The reference itself is not judged, so its other trials are left out.
+    # The judge fails on this reference itself, so no other answers are tried.
     assert misjudged["refs.jsonl:6"] == {notations.ITSELF: ["13"]}
     last_column = [line[-10:] for line in shown.splitlines() if line.startswith("  ") and line[-10:].strip().isdigit()]
     assert sum(map(int, last_column)) == 3  # trials that were not judged; all are of line 6

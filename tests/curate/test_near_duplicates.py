@@ -1,4 +1,4 @@
-"""MinHash finds similar questions and drops nothing else."""
+"""MinHash finds near-duplicate questions; all other questions are kept."""
 
 from __future__ import annotations
 
