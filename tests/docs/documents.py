@@ -23,9 +23,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES += [
     ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "examples/guess_number", "examples/real_team")
 ]
-MENTIONS = re.compile(
-    r"(marsrl|ray)( [\w-]+)?|.*\[.*"
-)  # program names in running text, written without a command's arguments
+# Program names in running text, written without a command's arguments.
+MENTIONS = re.compile(r"(marsrl|ray)( [\w-]+)?|.*\[.*")
 STARTERS = ("torchrun ", "python ", "marsrl ", "ray ", "make ", "pip ", "apt-get ", "docker ")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 

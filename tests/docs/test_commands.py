@@ -187,10 +187,8 @@ def test_a_run_on_gpus_passes_its_checks(
         words.append(f"sync.directory={desk.folder}")
     config, shown = dry_run(words, capsys)
     assert "samples a step" in shown
-    for key in [
-        "policies.main.model",
-        *(word.partition("=")[0] for word in words if "=" in word),
-    ]:  # The command sets these.
+    # Leave out the keys that the command sets.
+    for key in ["policies.main.model", *(word.partition("=")[0] for word in words if "=" in word)]:
         *sections, name = key.split(".")
         part = preset
         for section in sections:
@@ -207,7 +205,7 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
 
 
 TEAMS = {  # a word of the command: (agents, phrase of the printed batch arithmetic)
-    "rollout.refill.groups=6": ("solver", "one agent: 128 samples a step"),  # at most 16 problems
+    "rollout.refill.groups=6": ("solver", "one agent: 128 samples a step"),  # up to 16 problems of 8 samples
     "orchestration=solver": ("solver", "one agent: 64 samples a step"),
     "orchestration=solver_verifier": ("solver verifier", "128 samples of solver"),
     "preset=cpu_solver_verifier": ("solver verifier", "128 samples of solver"),

@@ -26,7 +26,7 @@ PICTURES = {
     "docs/dual_system.md": "<think>Who is the teacher",
     "docs/data.md": ('{"question": "What is 2', "right answers  "),
     "docs/credit.md": ("class Toll:", "A_ik = "),  # played by tests/docs/test_objectives.py
-    "docs/external.md": "class Guess:",  # played by tests/gateway/test_environments.py
+    "docs/external.md": "class Guess:",  # played by tests/gateway/test_sessions.py
 }
 
 

@@ -60,18 +60,13 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
         used = first["usage"]["solver"]
-        assert (used["input_tokens"], used["output_tokens"]) == (
-            11 * used["calls"],
-            3 * used["calls"],
-        )  # as counted by the server
+        # As counted by the server.
+        assert (used["input_tokens"], used["output_tokens"]) == (11 * used["calls"], 3 * used["calls"])
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9
         again, errors = evaluated(words, capsys)
-        assert {**again, "usage": 0, "latency": 0} == {
-            **first,
-            "usage": 0,
-            "latency": 0,
-        }  # usage and latency contain seconds
+        # Usage and latency contain seconds.
+        assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}
         assert again == json.loads(Path("kept/evaluation.json").read_text())
         assert "5 of 8 draws are kept" in errors and len(server.bodies) == num_asked + 3
 

@@ -29,11 +29,8 @@ from marsrl.trainer.report.samples_log import read_samples
 
 pytestmark = pytest.mark.slow
 
-DATA = {
-    "train": "train",
-    "eval": "held_out",
-    "demonstrations": "demonstrations",
-}  # keys and files of examples/real_team/
+# Keys and files of examples/real_team/.
+DATA = {"train": "train", "eval": "held_out", "demonstrations": "demonstrations"}
 
 
 @pytest.fixture

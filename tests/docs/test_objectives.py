@@ -102,10 +102,8 @@ def test_a_block_computes_its_papers_formula(name: str, tmp_path: Path) -> None:
         assert (expected == 0).any() != (name == "CISPO"), "nothing is clipped"
     value, gradient = by_trainer(config, logp, old)
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=2e-5, abs=1e-9)
-    if name not in (
-        "RLOO",
-        "CISPO",
-    ):  # the logged losses of RLOO and CISPO differ from the formulas in value, not in gradient
+    # The logged losses of RLOO and CISPO differ from the formulas in value, not in gradient.
+    if name not in ("RLOO", "CISPO"):
         assert value == pytest.approx(-objective.item(), rel=2e-5)
 
 

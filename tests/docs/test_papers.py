@@ -84,7 +84,6 @@ def test_the_command_writes_the_page(command: str, tmp_path: Path) -> None:
         shutil.copy(ROOT / "docs" / name, docs)
     words, _, _ = papers.PAGE.read_text("utf-8").partition(papers.HEADING)
     (docs / "papers.md").write_text(words)
-    runpy.run_path(
-        str(tmp_path / command.split()[1]), run_name="__main__"
-    )  # a new process would import everything again
+    # A new process would import everything again.
+    runpy.run_path(str(tmp_path / command.split()[1]), run_name="__main__")
     assert (docs / "papers.md").read_text("utf-8") == papers.PAGE.read_text("utf-8")
