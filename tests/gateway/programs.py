@@ -107,8 +107,8 @@ def playing(
 ) -> Iterator[Played]:
     """Open a team whose sessions are played by a program, ready for the first batch.
 
-    external: settings, or only the function. parsers: parsers of tool calls and of thoughts. key: the workers' key. renderer,
-    clock, sums_turns: arguments of the gateway.
+    external: settings of `external`, or only external.function. parsers: parsers of tool calls and of thoughts. key: the workers'
+    API key. renderer: renderer of all agents; None: the model's. clock, sums_turns: arguments of the gateway.
     """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})

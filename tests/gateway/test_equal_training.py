@@ -127,7 +127,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     ids=["by sample", "by turn"],
 )
 def test_a_native_team_and_the_same_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
-    """Log-probs of decoding are not compared: their last bits depend on the other requests, and the update recomputes them."""
+    """The engine's log-probs are compared within 1e-5, because their last bits depend on other requests."""
     config = rollout_config(group_size=4, pipeline="trajectory")
     by_turn = rules.turns == "returns"
     ours = team_of(model, config, InTurnPriced if by_turn else InTurn).batch()

@@ -311,7 +311,7 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, n
         samples = played.samples()
     assert len(samples) == 6
     for uid, sample in samples.items():
-        # The two connections may end in either order.
+        # The two connections race, so the unread call may have either number.
         fates, last = [turn.fate for turn in sample.turns], sample.turns[-1].call
         if "verifier" in uid:
             assert sample.reward.value == 1.0 and fates == [Fate.READ] and sample.is_sampled.all()
@@ -380,11 +380,8 @@ def test_a_resume_replays_open_sessions_only(model: Path, tmp_path: Path) -> Non
         unbroken = played.batch()
     assert open_ones == {"000001.1", "000002.1"}
     counted = {name: resumed.metrics[f"rollout/{name}"] for name in ("episodes", "unfinished", "replayed_sessions")}
-    assert counted == {
-        "episodes": 4,
-        "unfinished": 0,
-        "replayed_sessions": 2,
-    }  # two sessions had ended before the resume
+    # Two sessions had ended before the resume.
+    assert counted == {"episodes": 4, "unfinished": 0, "replayed_sessions": 2}
     tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
     assert unbroken.metrics["rollout/tokens"] == sum(s.num_sampled for group in unbroken.groups for s in group.samples)

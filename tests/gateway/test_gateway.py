@@ -67,7 +67,8 @@ def test_sessions_of_a_lost_worker_restart_with_new_keys() -> None:
         session.send(Call(session.id, "solver", 0, 0, np.zeros(1, np.int32)))
     gateway.end(over, {})
     gateway.lose("worker", "it died")
-    assert gateway.of_key(first.key) is None and gateway.take({"1", "over"}) == (["1"], [])  # no call is answered
+    # Calls of lost and ended sessions are dropped.
+    assert gateway.of_key(first.key) is None and gateway.take({"1", "over"}) == (["1"], [])
     (second,), _ = gateway.hand_out("another", 8)
     assert second.key != first.key and second.attempt == 1 and not output.done()
     gateway.lose("another", "it died too")
@@ -105,7 +106,7 @@ def of_tokens(*prompt: int) -> Ask:
 
 
 def test_a_program_is_not_charged_for_the_time_of_open_calls(model: Path) -> None:
-    """external.timeout_s limits the time without open calls; a session's seconds include it."""
+    """external.timeout_s limits the time without open calls. The reported seconds of a session include open calls."""
     direct, ask = Direct(model), of_tokens(5, 6)
     session = direct.session
 

@@ -112,7 +112,7 @@ def test_a_sub_agents_caller_waits_around_it() -> None:
 
 
 def test_a_sample_without_a_unique_caller_has_none() -> None:
-    """A nested sample has no caller because two would fit; parallel samples have none because neither waits for the other."""
+    """A nested sample has no caller, because two would fit. Parallel samples do not call each other, because neither waits."""
     session = Session()
     main = session.one("main", 1)
     sub = session.one("sub", 2)
@@ -183,12 +183,8 @@ def test_calls_of_one_name_are_one_lineage() -> None:
         (f"So far: {SUMMARY[20:]}", "solver", False, True),  # the summary lacks its beginning
         (f"So far: {SUMMARY[:40]}", "solver", False, False),
         (f"Is it right? {SUMMARY}", "verifier", False, False),
-        (
-            f"Is it right? {SUMMARY}",
-            "solver",
-            True,
-            False,
-        ),  # the first context goes on, so the other sample is a sub-agent
+        # The first context goes on, so the other sample is a sub-agent.
+        (f"Is it right? {SUMMARY}", "solver", True, False),
     ],
     ids=["summary", "cut summary", "too short", "another agent", "the first goes on"],
 )
@@ -224,7 +220,7 @@ REWARDS = {  # name: (rewards by agent, by lineage and by answer; expected rewar
 def test_a_sample_gets_the_first_reward_that_is_given(
     by_agent: dict[str, float], by_name: dict[str, float], answers: list[tuple[str, float]], expected: dict[str, float]
 ) -> None:
-    """The order: rewards given to the sample's answers, to its lineage, to its agent, to its caller."""
+    """A sample gets the reward of its answers; else of its lineage; else of its agent; else of its caller."""
     session = Session()
     main = session.one("main", 1, lineage="m")
     for uid in ("sub", "then"):

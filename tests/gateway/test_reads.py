@@ -136,7 +136,7 @@ def test_rewards_by_id_and_by_agent_add_up_with_credit_by_turn(tmp_path: Path) -
         assert chat.reward.turns == (-0.25, 0.0) and chat.reward.value == right - 0.25
         assert alone.reward.turns == (0.5,) and alone.reward.value == right + 0.5
         assert chat.reward.parts == {"program": right, "turns": -0.25} and verifier.reward.is_missing
-        # The agent's reward comes with its last turn, and therefore with all turns before it.
+        # The agent's reward is added to its last turn, and so to the returns of all turns before it.
         sign = 1 if right else -1
         assert credited.turns[chat.uid] == [sign, sign] and credited.turns[alone.uid] == [sign]
 

@@ -210,7 +210,7 @@ class run:
 """
 
 
-# True: the environment continues until its chat is longer than a sample may be.
+# goes_on=True: the environment continues until its chat is longer than a sample may be.
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_the_task_rewards_an_environment_that_gives_no_reward(model: Path, tmp_path: Path, goes_on: bool) -> None:
     """The environment is closed at the end, even if its session fails."""
