@@ -58,7 +58,7 @@ def read_books(checkpoint: Path) -> RolloutState:
 class SessionsBook:
     """Compares the sessions that mischief.py records at `path` with those that the run has trained.
 
-    num_played: how often each session had been started, for sessions that were over when the run stopped.
+    num_played: number of starts of each session that was over when the run stopped.
     """
 
     path: Path
@@ -101,8 +101,8 @@ def _play_of(uid: str) -> tuple[str, str]:
 
 
 def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
-    """Check that up to the last step each sample exists once, and each first group of a problem is trained or in the checkpoint's
-    state.
+    """Check that steps 1 to `last` repeat no sample, and that every drawn problem is in exactly one place: its Solver's group was
+    trained, or the checkpoint's state has the group, its ask or its open sessions.
     """
     files = step_files(run.samples)
     uids: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""A program that records the sessions that it plays, and misbehaves as a file tells it to (tests/chaos.py)."""
+"""A program that records the sessions that it plays. A file that tests/chaos.py writes names how it misbehaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-PLAYED = "MARSRL_PLAYED"  # environment variable with the record's path; the instructions lie beside it
+PLAYED = "MARSRL_PLAYED"  # environment variable with the record's path; the file that names the mischief lies beside it
 MOST_CALLS = 3
 
 

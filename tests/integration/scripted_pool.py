@@ -38,10 +38,8 @@ from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
-BRIEFLY = (
-    "agents.verifier1.prompt=chain",
-    "agents.verifier2.prompt=chain",
-)  # math's prompts for Verifiers have 2,000 bytes
+# Math's prompts for Verifiers have 2,000 bytes.
+BRIEFLY = ("agents.verifier1.prompt=chain", "agents.verifier2.prompt=chain")
 
 
 @contextmanager
@@ -57,7 +55,7 @@ def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
 
 
 class ScriptedWithWeights(ScriptedEngine):
-    """Answers by the script, and scores a weight sync's probe with the weights that it received."""
+    """Engine that answers by a script, and scores the probe of a weight sync with the weights that it received."""
 
     def __init__(
         self, model: Path, *args: Any, adapters: Mapping[str, AdapterConfig] | None = None, **options: Any

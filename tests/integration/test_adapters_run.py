@@ -28,7 +28,7 @@ ADAPTERS = {
 
 
 class Killed(Exception):
-    """Acts like a signal: nothing is saved on exit."""
+    """Raised in place of a kill signal: nothing is saved on exit."""
 
 
 @pytest.fixture(scope="module")

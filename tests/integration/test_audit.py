@@ -1,4 +1,4 @@
-"""`marsrl audit` accepts short runs with a real engine, and rejects them after each fault in what was trained."""
+"""`marsrl audit` accepts short runs with a real engine, and reports each fault that is put into them."""
 
 from __future__ import annotations
 

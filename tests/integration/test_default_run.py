@@ -93,7 +93,7 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
 
 
 def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
-    """Return the folder of a config's warm-started policy in a cache. None: the default config."""
+    """Return the folder of a config's warm-started policy in `cache`. config_file: None: the default config."""
     config, _ = read_config(config_file, words)
     return cache / "warm_start" / name_of(recipe_of(config))
 
@@ -138,9 +138,8 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
     assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]
     assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
-    of_step_1 = read_samples(
-        step_files(RunDirectory(run).samples)[1]
-    )  # a second step may have ended before Ctrl-C arrived
+    # A second step may have ended before Ctrl-C arrived.
+    of_step_1 = read_samples(step_files(RunDirectory(run).samples)[1])
     assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 
@@ -166,9 +165,8 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
-    assert "is intact: resume by adding run.name=stopped run.resume=auto" in output, output[
-        -4000:
-    ]  # Ray has not replaced our SIGTERM handler
+    # Ray has not replaced our SIGTERM handler.
+    assert "is intact: resume by adding run.name=stopped run.resume=auto" in output, output[-4000:]
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
     deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:

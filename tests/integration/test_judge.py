@@ -73,7 +73,7 @@ def only_8(answer: str) -> str:
 def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     tmp_path: Path, model: Path, engines: Any, overlap: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With overlap the judge is behind a server, and also judges an evaluation alone."""
+    """With overlap, the judge is behind a server, and it also judges an evaluation outside the run."""
     engines(solve, only_8)
     words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
 

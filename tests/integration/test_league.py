@@ -28,7 +28,7 @@ SLOTS = ("main@slot0", "main@slot1")
 
 
 class Killed(Exception):
-    """Stands for a kill signal: nothing is saved when it is raised."""
+    """Raised in place of a kill signal: nothing is saved on exit."""
 
 
 def league_in(run: RunDirectory) -> dict[str, bytes]:

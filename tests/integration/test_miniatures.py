@@ -69,9 +69,8 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
     for policy, hidden in {"solver": 96, "verifier": 64}.items():
         check_updates(steps, f"{policy}/", [policy])
         for number, (row, samples) in enumerate(steps, 1):
-            is_asked = any(
-                sample.agent == policy for sample in samples
-            )  # the Verifier is only asked about solutions that ended
+            # The Verifier is only asked about solutions that ended.
+            is_asked = any(sample.agent == policy for sample in samples)
             assert ({f"drmas/{policy}/mu", f"drmas/{policy}/sigma"} <= row.keys()) == is_asked
             has_norm = f"{policy}/actor/{policy}/grad_norm" in row
             assert has_norm == (is_asked and number == 2)  # every second step

@@ -95,9 +95,8 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
         words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
         words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
-        words += [
-            f"rollout.prompts_per_step={min(2, paper.trainer.updates_per_step)}"
-        ]  # five updates need two problems
+        # Five updates need two problems.
+        words += [f"rollout.prompts_per_step={min(2, paper.trainer.updates_per_step)}"]
         address = server.base_url.removesuffix("/v1")
         if isinstance(paper.tools.search, HttpSearch):
             words.append(f"tools.search.url={address}/retrieve")

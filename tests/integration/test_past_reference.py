@@ -17,7 +17,7 @@ ADAPTER = AdapterConfig(rank=4, targets=("attention",))
 
 
 class Killed(Exception):
-    """Acts like a signal: nothing is saved on exit."""
+    """Raised in place of a kill signal: nothing is saved on exit."""
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])

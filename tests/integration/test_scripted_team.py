@@ -241,7 +241,7 @@ def test_evaluations_between_steps_do_not_change_the_steps(
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
-    # Reuses the draws of the evaluation at step 2.
+    # The evaluation after the run reuses the draws of step 2.
     assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
@@ -334,7 +334,7 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
 def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false", *BRIEFLY)
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
-    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # time after which another checkpoint is due
+    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # a checkpoint is due after every step
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
     assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
@@ -343,9 +343,8 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
     rows = rows_of(run)
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)
-    assert (
-        summary.engine.kind == "scripted" and summary.verified_syncs == 5
-    )  # publishes of this start, including the first weights
+    # Syncs of this start only, including that of the first weights.
+    assert summary.engine.kind == "scripted" and summary.verified_syncs == 5
     assert {f"reward/{agent}/mean" for agent in AGENTS} <= set().union(*rows)
     assert any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
@@ -398,7 +397,7 @@ def note_the_trainer_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_that_sleeps_beside_engines_trains_the_same(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines are asleep while the learner is awake: to be scored, trained, saved and loaded."""
+    """Engines sleep while the learner is awake to score, train, save or load."""
     colocated = ("run.steps=2", "rollout.placement=colocated", "run.checkpoint_every=1", "loss.kl=k3", *BRIEFLY)
     colocated += ("policies.main.reference=past", "policies.main.reference_every=1")
     expected = play(*colocated)
@@ -420,7 +419,7 @@ def test_a_trainer_that_sleeps_beside_engines_trains_the_same(
     CALLS.clear()
     play(*colocated, "trainer.sleep=true", "run.steps=3", "run.resume=auto")
     calls = [call for call in CALLS if call != "submit"]
-    assert calls[:11] == [*start, *awake, *awake[1:], *sync]  # loaded, and scored
+    assert calls[:11] == [*start, *awake, *awake[1:], *sync]  # the learner wakes to load, and again to score
 
 
 def test_a_trainer_that_sleeps_saves_when_stopped_in_a_stage(

@@ -150,7 +150,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
 
 
 def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
-    """Check that an error names the tensor of which a bit changes between the checksum and the file."""
+    """Change a bit of a tensor after its checksum and before it is written; check that the error names the tensor."""
     moe = parts.kind == "qwen3_moe"
     last = "model.layers.1.mlp.experts.3.down_proj.weight" if moe else "model.layers.1.mlp.down_proj.weight"
     fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
@@ -183,9 +183,8 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
     with pytest.raises(RuntimeError, match=rf"engine 0 is lost \(.*{reason}"):
         generate(parts.pool, asks, version=version)
         killer.join()
-        generate(
-            parts.pool, asks, version=version
-        )  # Needed if the first call ended before the kill, as on a slow machine.
+        # Needed if the first call ended before the kill, as on a slow machine.
+        generate(parts.pool, asks, version=version)
     killer.join()
     end = time.monotonic() + 600
     while not all(_has_ended(worker) for worker in workers):
@@ -194,7 +193,7 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Return True if the process has ended, also if it is a zombie: vLLM does not reap workers that it killed."""
+    """Return True if the process has ended or is a zombie: vLLM does not reap workers that it killed."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

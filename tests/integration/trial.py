@@ -242,7 +242,7 @@ class Trial:
         return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
 
     def no_files_left(self, before: set[str]) -> None:
-        """Check that after a good end no files are left of this life and earlier ones, except torchrun's folders in `before`."""
+        """Check that, after a good end, no life has left files behind, except the folders of torchrun in `before`."""
         weights = [folder.name for folder in Path("/dev/shm").glob("marsrl-weights-*")]
         if left := [name for name in weights if int(name.split("-")[2]) in self.pids]:
             raise Loss(f"in /dev/shm: {', '.join(left)}")
