@@ -58,7 +58,7 @@ It is \boxed{\frac{7}{2}}
 
 
 class Pieces:
-    """Stands for a renderer. Its tokens are pieces of the sample's text with about the same length, cut at any character."""
+    """Stands in for a renderer. Its tokens are pieces of the sample's text with about the same length, cut at any character."""
 
     def __init__(self, text: str) -> None:
         self._text = text

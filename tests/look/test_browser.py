@@ -59,7 +59,7 @@ def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) ->
             assert not re.search(r"\b(?:None|null|NaN|undefined)\b|Loading", words), query
     assert not watched.complaints
     assert not [address for address in watched.asked if not address.startswith(watched.origin)]
-    assert watched.is_refused_what_is_elsewhere()  # checks the check: a request elsewhere is noticed
+    assert watched.is_refused_what_is_elsewhere()  # a request to another host would have been noticed
 
 
 def test_texts_are_shown_whole_and_hidden_characters_named(watched: Watched) -> None:

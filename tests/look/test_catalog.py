@@ -1,4 +1,4 @@
-"""The catalog compared with its run's files."""
+"""The viewer's catalog agrees with the files of its run."""
 
 from __future__ import annotations
 
@@ -63,9 +63,8 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
 
 
 def test_filters_find_matching_samples_and_write_nothing(tmp_path: Path) -> None:
-    run = make_run(
-        tmp_path / "runs[1]*" / "step=9", num_steps=6
-    )  # a name that DuckDB could take for a pattern or a column
+    # A name that DuckDB could take for a pattern or a column.
+    run = make_run(tmp_path / "runs[1]*" / "step=9", num_steps=6)
     rewards = [Reward(i / 20, i / 20) for i in range(20)]
     odd = [make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=r) for i, r in enumerate(rewards)]
     changes = {"verdict": False, "finish": Finish.LENGTH, "reward": Reward(0.0, 0.0, {"verdict": 0.0})}

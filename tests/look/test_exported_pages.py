@@ -117,7 +117,7 @@ def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
 
 
 def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_path: Path) -> None:
-    """Every page with its charts, a sample, a diff and a zoom, without a server or network."""
+    """Open every page of the file, a sample, a diff and a zoom, without a server or network."""
     file = write_report(make_run(tmp_path, text=ATTACK).path)
     seen = Watched(browser)
     page = seen.page
@@ -137,7 +137,7 @@ def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_
     page.get_by_role("link", name="warnings").click()
     page.wait_for_selector("text=metrics that were not finite")
     assert "PWNED" not in page.title() and not seen.complaints and seen.asked == [file.as_uri()]
-    assert seen.is_refused_what_is_elsewhere()  # checks the check: a request elsewhere is noticed
+    assert seen.is_refused_what_is_elsewhere()  # a request to another host would have been noticed
 
 
 def test_sessions_are_lines_with_branches_below_their_sample(browser: Browser, tmp_path: Path) -> None:

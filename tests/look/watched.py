@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page
 
 
 class Watched:
-    """A page, everything on its console, and every address it requested. origin: what `open` puts before a query."""
+    """A page, everything on its console, and every address it requested. origin: address to which `open` appends a query."""
 
     def __init__(self, browser: Browser, origin: str = "") -> None:
         self.origin = origin
