@@ -50,7 +50,7 @@ def test_every_sample_has_the_fate_that_happened_to_it() -> None:
         TrainedSample("skipped", 4, 0.4, False),
     ]
     by_uid = fates(groups, {"solver"}, credited, updates)
-    assert by_uid["right"] == SampleFate("trained", 4, 4, 2, 0.1)  # the sample's parts on two ranks
+    assert by_uid["right"] == SampleFate("trained", 4, 4, 2, 0.1)  # sums over the sample's parts on two ranks
     assert {uid: fate.fate for uid, fate in by_uid.items()} == {
         "right": "trained", "wrong": "lost", "skipped": "update skipped", "unjudged": "no reward", "cut": "cut",
         "alike0": "zero advantage", "alike1": "zero advantage", "left": "unread", "again": "superseded",

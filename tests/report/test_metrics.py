@@ -69,7 +69,7 @@ def test_unread_answers_are_reported_with_share_and_example() -> None:
     assert unread("critic", "", [plain, plain, cut]) == (
         '33 % of critic\'s completions (1 of 3) were cut at 128 tokens; one ends "so we␛[2J␉add"'
     )
-    # A fifth of unread outputs is the limit.
+    # Nothing is reported unless more than a fifth of the outputs is unread.
     assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""
     assert unread("solver", form, [unasked]).endswith("; 100 % had a prompt longer than agents.solver.max_input_tokens")
 
@@ -129,7 +129,7 @@ def test_a_verifier_that_always_says_the_same_is_warned_about(num_correct: int, 
 
 
 def test_wilson_agrees_with_published_values() -> None:
-    # Newcombe 1998 (Stat. Med. 17:857), table I, method 3: 81/263, 15/148, 0/20, 1/29
+    # Newcombe 1998 (Stat. Med. 17:857), table I, method 3
     table = ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611), (1, 29, 0.0061, 0.1718))
     for successes, n, low, high in table:
         assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
@@ -137,17 +137,10 @@ def test_wilson_agrees_with_published_values() -> None:
 
 
 def test_detection_recall_counts_only_readable_verdicts() -> None:
-    of_wrong = [
-        (False, 1.0),
-        (True, 0.0),
-        (False, 1.0),
-    ]  # (verdict, agrees): two of three wrong solutions were detected
-    of_right = [
-        (True, 1.0),
-        (False, 0.0),
-        (None, None),
-        (False, None),
-    ]  # one without a verdict, one of unknown correctness
+    # (verdict, agrees): two of three wrong solutions were detected.
+    of_wrong = [(False, 1.0), (True, 0.0), (False, 1.0)]
+    # The third has no verdict; the correctness of the last is unknown.
+    of_right = [(True, 1.0), (False, 0.0), (None, None), (False, None)]
     samples = []
     for i, (verdict, agrees) in enumerate([*of_wrong, *of_right]):
         parts = {} if agrees is None else {"verdict": agrees, "format": -0.1}
@@ -155,9 +148,8 @@ def test_detection_recall_counts_only_readable_verdicts() -> None:
         samples.append(make_sample(f"p0#0/verifier1:{i}", "verifier1", verdict=verdict, reward=reward))
     found = summarise([make_group(*samples)], version=0)
     assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
-    assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(
-        2 / 3
-    )  # one of three rejected solutions was right
+    # One of the three rejected solutions was right.
+    assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(2 / 3)
     right = summarise([make_group(samples[3], samples[4])], version=0)
     assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
 
