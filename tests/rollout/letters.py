@@ -81,7 +81,7 @@ YES, NO = (
 
 
 def answer_in(prompt: str) -> str:
-    """Return the answer that a model is asked to judge."""
+    """Return the answer in the prompt of a model judge."""
     return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
@@ -128,7 +128,7 @@ def letter_config(**options: object) -> RolloutConfig:
 
 
 def set_team(stages: Stages, team: Team) -> None:
-    """Continue with another team."""
+    """Make the stages continue with another team."""
     stages.team = stages.player.team = team
 
 
@@ -177,7 +177,7 @@ class Play:
         self.stages.resume({"main": version})
 
     def train(self, steps: int, rounds_while_training: int = 3) -> list[tuple[Group, ...]]:
-        """Return the groups of this many batches, with new weights after each."""
+        """Take this many batches, publish new weights after each, and return the groups of each batch."""
         trained = []
         for _ in range(steps):
             batch = next_batch(self.stages)

@@ -125,9 +125,8 @@ def test_a_restarted_engine_gets_the_current_weights() -> None:
     sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
     scores, other = pool.score(sequences)  # as a sync's probe does
     replicas.dead.add(0)
-    for one, *same in zip(
-        pool.score_shared(sequences, 1.0), scores, other, strict=True
-    ):  # as a teacher's scores are computed
+    # A teacher scores sequences by score_shared.
+    for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):
         assert all(np.array_equal(one, each) for each in same)
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 
@@ -337,7 +336,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     replicas = Unlucky(config.engines, seed=2, share=0.25)
     unlucky = played(config, replicas)
     groups = [group for batch in unlucky.train(8) for group in batch]
-    # Includes the faults that the next batch will report.
+    # take_faults returns the faults that only the next batch would report.
     told = unlucky.metrics["rollout/engine_restarts"] + unlucky.pool.take_faults().engine_restarts
     assert told == len(replicas.restarts) > 3
     assert unlucky.metrics["rollout/resubmitted"] > 0 and unlucky.metrics["rollout/failed_requests"] == 0
@@ -360,9 +359,8 @@ def test_a_sample_that_no_engine_survives_has_no_reward(name: str) -> None:
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
     assert "abandoned" in samples[culprit].reward.note
-    assert not any(
-        sample.parent_uid == culprit for sample in samples.values()
-    )  # no other agent got the failed sample as input
+    # No other agent got the failed sample as input.
+    assert not any(sample.parent_uid == culprit for sample in samples.values())
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)
 

@@ -1,4 +1,4 @@
-"""A completion from its request to its group, with made-up results; evaluations, which take as long as their longest episode."""
+"""Completions from request to group, with made-up results; and evaluations, which take as long as their longest episode."""
 
 from __future__ import annotations
 
@@ -124,9 +124,8 @@ def test_a_long_prompt_is_counted_and_cut_if_configured(
         asks = begun(stages)
         prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)
-        assert list(stages.state.instances) == [
-            each.ask.episode_id for each in asks
-        ]  # too long prompts end their episodes
+        # Prompts that are too long end their episodes.
+        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]
         found, drawn = counts(stages), 3 if opened else 3 * (1 + bool(stages.state.num_batches))
         names = ("prompts_cut", "prompts_too_long", "failed_episodes")
         assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]
@@ -175,9 +174,8 @@ def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
     # The agent's own limit, and an additional penalty for its form.
     cut = reward({**overlong, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
     assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
-    carried_over = reward(
-        {**overlong, "max_response_tokens": 30}, "." * 40, Finish.LENGTH
-    )  # a sample from before the limit was lowered
+    # A sample from before the limit was lowered.
+    carried_over = reward({**overlong, "max_response_tokens": 30}, "." * 40, Finish.LENGTH)
     assert carried_over.value == -1
     assert reward({}, "." * 48, Finish.LENGTH) == Reward(0.0, 0.0, note="overlong")
 

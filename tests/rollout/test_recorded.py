@@ -129,7 +129,7 @@ def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepSta
 
 
 def test_the_engine_records_kept_tokens_and_a_prefill_s_experts(model: Path) -> None:
-    engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join meanwhile
+    engine = engine_of(model, max_num_seqs=4)  # fewer rows than requests, so that rows end and others join
     asks = [
         request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), None if i == 3 else 0,
                 top_p=(1.0, 0.9, 0.6)[i % 3], records_kept=i != 4)

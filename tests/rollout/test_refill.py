@@ -1,4 +1,7 @@
-"""A step adds problems for groups with equal rewards (without spread), whose problems rest. Completions are scripted letters."""
+"""A step adds a problem for each group with equal rewards (without spread), and the problems of such groups rest.
+
+Completions are scripted letters.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,8 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Group, Problem, Reward
 
 Script = Callable[[DecodeRequest], list[int]]
-TEAMS = {
-    "agentic": "solver",
-    "trajectory": None,
-}  # {pipeline: agent whose groups are counted; None: all groups of an instance}
+# {pipeline: agent whose groups are counted; None: all groups of an instance}.
+TEAMS = {"agentic": "solver", "trajectory": None}
 
 
 def spread_of(groups: Sequence[Group]) -> Spread:
@@ -92,9 +93,10 @@ def test_dead_groups_add_problems_until_enough_are_live(pipeline: str) -> None:
     assert counts(batch) == expected | {"tokens": sum(len(s.token_ids) for s in added)}
     assert batch.metrics["rollout/stages"] == 1
     play.publish(1)
+    # The next step counts from 0.
     assert counts(next_batch(play.stages)) == counts(batch) | {"problems": 8, "live": 0, "dead": 16, "short": 6} | {
         "tokens": 8 * 3 * len(added[1].token_ids)
-    }  # the next step counts from 0
+    }
 
 
 @pytest.mark.parametrize(("most", "last"), [(1.25, 10), (1.375, 11)])

@@ -136,12 +136,12 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
-    """Before and after each checkpoint, the same samples are trained as in an unbroken run, in any order of arrival."""
+    """Across checkpoints, every problem is trained once, with the script's completions, in any order of arrival."""
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)
         kept = again.stages.snapshot()
-        again.train(1)  # lost: the process is killed here; the saved state stays
+        again.train(1)  # this batch is lost: the process is killed before the next checkpoint
         again = Play(CONFIGS[name], version=2 * life + 2, state=decode(RolloutState, encode(kept)))
     trained += again.train(2)
     groups = [g for batch in trained for g in batch]

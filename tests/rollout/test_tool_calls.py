@@ -230,7 +230,7 @@ def reads(prompt: str) -> str:
 def system(
     renderer: ChatRenderer, room: int = 134, set_tools: Sequence[str] = TOOLS, **options: object
 ) -> Orchestration:
-    """Return the team of System 1 and System 2. room: tokens of System 1's input for what it reads."""
+    """Return the team of System 1 and System 2. room: tokens of System 1's input for tool outputs."""
     agents = {"system1": AgentConfig(), "system2": AgentConfig()}
     empty = build_orchestration("dual_system", agents, "qa", options, tools=set_tools)  # type: ignore[arg-type]
     purpose = "to know" if options.get("show_purpose", True) else ""
@@ -245,7 +245,7 @@ def system(
 def system_played(
     renderer: ChatRenderer, turns: Sequence[str], tools: Looker | None = None, **options: Any
 ) -> tuple[Episode, Sample, Says]:
-    """Return an episode played to its end, System 2's sample, and the requests."""
+    """Return an episode played to its end, System 2's sample, and the script, which has the prompts."""
     says, length = Says(renderer, turns, reads), options.pop("length", 4000)
     team = system(renderer, **options)
     pool = pool_of(ScriptedEngine(says, decode=renderer.decode))

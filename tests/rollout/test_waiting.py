@@ -191,7 +191,7 @@ def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
         snapshot = stages.snapshot()
         assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
         num_kept, num_open = num_kept + len(kept), num_open + len(is_open)
-        groups_of_a_while(stages, VERSIONS, lives)  # lost: the saved state stays
+        groups_of_a_while(stages, VERSIONS, lives)  # these steps are lost: the next life begins from the snapshot
         known = decode(RolloutState, encode(snapshot))
     assert len(trained) >= 12 and set(trained.values()) == {1}
     assert {uid.rpartition("/")[2][:6] for uid in trained} == {"solver", "helper"}

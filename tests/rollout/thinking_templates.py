@@ -62,7 +62,7 @@ TRIM = """{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\\n\\n' + t
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"""
 TEMPLATES = {
     "qwen3": QWEN3.replace("CONTENT", "turn.content"),
-    # As in Qwen3.5 and GLM-4.5, which read a content by a macro.
+    # As in Qwen3.5 and GLM-4.5, whose templates read contents through a macro.
     "macro": "{% macro shown(content) %}{{ content }}{% endmacro %}"
     + QWEN3.replace("CONTENT", "shown(turn.content) | trim"),
     "r1": R1,
