@@ -31,9 +31,8 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
     for arm, config in configs.items():
         assert [other for other in configs if configs[other] == config] == [arm]
         assert {*study.agents, *study.evaluated} <= set(config.agents)
-        assert {policy.dtype for policy in config.policies.values()} == {
-            "float32"
-        }  # set explicitly, because a preset could change the default
+        # Set explicitly, because a preset could change the default.
+        assert {policy.dtype for policy in config.policies.values()} == {"float32"}
 
 
 @pytest.mark.parametrize("name", evidence.GAMES)

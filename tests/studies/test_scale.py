@@ -1,4 +1,4 @@
-"""Rank 0's work per step on a simulated cluster grows no faster than its samples, counted in calls and bytes."""
+"""Rank 0's work per step, in calls and bytes, grows no faster than the number of samples on a simulated cluster."""
 
 from __future__ import annotations
 

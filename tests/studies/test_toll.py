@@ -1,4 +1,4 @@
-"""The toll: exact returns, sessions read back from a run's log, and the biased estimator in the trainer's place."""
+"""The environment Toll: exact returns, sessions read back from a run's log, and a biased estimator in place of the trainer's."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_the_study_prints_every_estimator(capsys: pytest.CaptureFixture[str]) ->
     turn_credit.table()
     lines = capsys.readouterr().out.splitlines()
     assert [line[:26].strip() for line in lines[1:-1]] == list(ESTIMATORS)
-    # The variance with m turns to go is (8 / 7) (m + (6 - m) / 64). The table divides it by 6 (8 / 7), and has the mean over m.
+    # The variance with m turns to go is (8 / 7) (m + (6 - m) / 64). The table divides it by 6 (8 / 7) and averages over m.
     expected = sum(m + (6 - m) / 64 for m in range(1, 7)) / 36
     assert lines[-1].endswith(f"leave-one-out {expected:.2f}")
     assert lines[2].split()[1:] == ["1.00,", "1.00", "1.00,", "1.00", "0.067,", "0.066"]
