@@ -107,7 +107,7 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     assert "differs from" not in capsys.readouterr().out
     assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # the run has finished
     out = capsys.readouterr().out
-    assert "policies.main.model=runs/killed/hf" in out  # and prints where the model is
+    assert "policies.main.model=runs/killed/hf" in out  # the location of the model is printed again
     assert "differs from runs/killed/config.yaml: policies.main.optimizer.grad_clip 1.0 -> 0.5\n" in out
 
 
@@ -122,9 +122,8 @@ def test_training_stops_when_held_out_lines_are_learned(words: list[str]) -> Non
     assert losses(Path("runs/short")) == {step: row for step, row in whole.items() if step <= 6}
     stopped = load_file("runs/short/hf/model.safetensors")
     shutil.rmtree("runs/short/hf")
-    assert (
-        cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0
-    )  # the run was killed before it wrote its model
+    # The run was killed before it wrote its model.
+    assert cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0
     assert list(losses(Path("runs/short"))) == list(range(7))
     again = load_file("runs/short/hf/model.safetensors")
     assert all(torch.equal(stopped[name], again[name]) for name in stopped)
