@@ -202,7 +202,9 @@ def test_a_file_without_problems_fails_even_when_skipping(tmp_path: Path) -> Non
     (tmp_path / "empty" / "main").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"empty has no arrow, parquet or jsonl files$"):
         read_problems(tmp_path / "empty", "math")
-    (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()  # like many on the hub
+    (
+        tmp_path / "empty" / "main" / "train-00000-of-00001.parquet"
+    ).touch()  # many datasets of the Hugging Face hub have such folders
     with pytest.raises(ValueError, match=r"jsonl files; set one of the folders below it that have some: .*empty/main$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")

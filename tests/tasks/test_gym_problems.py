@@ -22,7 +22,7 @@ MIXED: dict[str, Any] = {
             "weight": 3,
             "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         },
-        {"name": "ransom_note"},  # a dataset that samples in a set's order, which differs between processes
+        {"name": "ransom_note"},  # draws from a Python set, whose order differs between processes
     ],
     "size": 60,
     "eval_size": 30,

@@ -193,7 +193,7 @@ def problem(answer: str | None) -> Problem:
 
 
 def judged(pool: RewardPool, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
-    """Judge all at once."""
+    """Return the rewards of these answers, all submitted at once."""
     return [each.result(120) for each in [pool.submit(*pair) for pair in answers]]
 
 
@@ -228,7 +228,7 @@ def test_a_hung_answer_is_missing_and_another_process_judges(odd_judge: str) -> 
         assert hung.is_missing and "took over 2 s and was given up" in hung.note
         end = time.monotonic() + 120.0
         while (reward := judged(pool, [(problem("1"), "1")])[0]).is_missing and time.monotonic() < end:
-            assert "was killed" in reward.note  # a paused process is late
+            assert "was killed" in reward.note  # a process that was paused exceeds its time limit
         assert reward.value == 1
 
 

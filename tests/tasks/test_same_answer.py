@@ -33,7 +33,7 @@ def test_every_answer_is_the_same_as_itself() -> None:
     assert [text for text in texts if not (same_answer(text, text) and same_answer(text, f"${text}$"))] == []
 
 
-ONE_WAY = [  # the reference comes first: an answer may add what it omits, and omit what it adds
+ONE_WAY = [  # (reference, answer) whose result changes if the two swap roles
     ("0.5", "0.5\\%"),
     ("1", "1%"),
     ("1\\%", "1"),
