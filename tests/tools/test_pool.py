@@ -130,7 +130,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
 def test_a_failing_tool_is_an_error_and_the_next_call_works(
     run: Callable[[Mapping[str, object]], object], expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("CRITICAL")  # a report with half a surrogate pair cannot reach another process
+    caplog.set_level("CRITICAL")  # pytest-xdist cannot send a log that has a lone surrogate
     tool = Scripted(lambda arguments: "well" if arguments["text"] == "b" else run(arguments))
     with pool_of(tool, concurrency=1) as pool:
         outputs, counts = answers(pool, [call("1", "a"), call("2", "b")]), pool.take_counts()

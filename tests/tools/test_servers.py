@@ -59,7 +59,7 @@ def unread(urls: Sequence[str], wait_s: float) -> Sequence[ToolOutput]:
 
 
 def ask(reply: Any, tool: str = "http", arguments: Mapping[str, object] | None = None, **changes: object) -> Any:
-    """Return (output of http, search or scholar for the server's reply, the server's record)."""
+    """Return (output of the tool for the server's reply, the server with its record). tool: http, search or scholar."""
     with completions_server(reply) as server:
         base = server.base_url.removesuffix("/v1")
         if tool == "http":

@@ -147,9 +147,8 @@ def test_wrong_arguments_or_a_crash_fail_one_call_in_one_line(file: Path, functi
 
 def test_a_hung_function_is_killed_and_the_next_call_answered(file: Path) -> None:
     with pool_of(**of_file(file, "misbehave"), concurrency=1, timeout_s=3) as pool:
-        assert (
-            ask(pool, how="hang").text == "error: own did not answer within 3 s"
-        )  # the pool's timeout equals the tool's
+        # The pool's timeout equals the tool's.
+        assert ask(pool, how="hang").text == "error: own did not answer within 3 s"
         assert pool.take_counts()["tools/own/timeouts"] == 1
         deadline = time.monotonic() + SOON_S
         while (output := ask(pool, how="well")).is_error and time.monotonic() < deadline:
