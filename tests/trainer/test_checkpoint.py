@@ -299,9 +299,8 @@ def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> 
     assert where_to_go_on(run).endswith(": no earlier one is intact")
     error = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
     message = failure_message(error, run, parent_of())
-    assert (
-        message == f"marsrl: the run failed: CheckpointError: {error}"
-    )  # without advice to resume with run.resume=auto
+    # The message does not advise to resume with run.resume=auto.
+    assert message == f"marsrl: the run failed: CheckpointError: {error}"
 
 
 def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
@@ -319,11 +318,8 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
 
 
 def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
-    folder, whole, flipped = (
-        tmp_path,
-        b"abc" * (1 << 22),
-        b"abd" * (1 << 22),
-    )  # more than one block of a read
+    # More than one block of a read.
+    folder, whole, flipped = (tmp_path, b"abc" * (1 << 22), b"abd" * (1 << 22))
     for name, content in {"a": whole, "policies/main/b": b"", "c": b"xyz"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -37,7 +37,7 @@ def test_rounding_passes_and_reports_its_largest_difference() -> None:
 def refusal(
     engines: list[np.ndarray], *, trainer: TrainerScores = TRAINER, comparison: EngineComparison | None = None
 ) -> str:
-    """Return the error when version 2 is compared, first of all versions or after those of `comparison`."""
+    """Return the error of comparing version 2. comparison: comparison that has seen earlier versions; None: a new one."""
     with pytest.raises(RuntimeError) as raised:
         (comparison or EngineComparison()).compare(trainer, engines, 2)
     return str(raised.value)

@@ -311,10 +311,8 @@ def test_variance_inflation_by_hand() -> None:
 
 
 def test_agent_statistics_are_per_prompt_and_averaged_over_calls() -> None:
-    groups = [
-        group("0/solver", [1, 1, 0, 0]),
-        group("0/v", [1, 1], "verifier1"),
-    ]  # one agent has spread, the other has none
+    # Of the first problem's agents, one has spread and the other has none.
+    groups = [group("0/solver", [1, 1, 0, 0]), group("0/v", [1, 1], "verifier1")]
     groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
     found = drmas_metrics(groups)
     # Flat groups count: 4 calls with mean and deviation 1/2, 2 calls with 0; pooled, the Solver's deviation would be .471.
@@ -356,9 +354,8 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     assert credited.copies == dict.fromkeys(twice, 2) and len(twice) == 1  # all others are trained once
     assert credited.num_tokens == 3 * 9
     plain = credit(groups, CreditConfig(), AGENTS)
-    assert (
-        credited.advantages == plain.advantages and plain.copies == {}
-    )  # balance does not change how rewards are compared
+    # Balance does not change how rewards are compared.
+    assert credited.advantages == plain.advantages and plain.copies == {}
     solver, verifier = credited.of(["solver"]), credited.of(["verifier1"])
     assert solver.copies == {} and solver.num_tokens == 18
     assert verifier.copies == credited.copies and verifier.num_tokens == 9
@@ -403,9 +400,8 @@ def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
     differences = ([-1, -2, -3], [4, 4, 4], [math.nan, 6, 6], [1, 2, 3])
     known = {uid: student + np.array(d, np.float32) for uid, d in zip(uids, differences, strict=True)}
     sequences = credit(groups, CreditConfig(), agents, teacher_logprobs=known).sequences
-    assert not any(
-        s.is_positive or s.advantage for s in sequences
-    )  # agents with loss_weight 0 have no positive samples
+    # Agents with loss_weight 0 have no positive samples.
+    assert not any(s.is_positive or s.advantage for s in sequences)
     found = [s.token_advantages for s in sequences]
     baselines = ((3 * 4 + 2 * 6) / 5, (2 * 6 - 6) / 5, (3 * 4 - 6) / 6, 0)
     for advantages, own, baseline in zip(found, differences, baselines, strict=True):

@@ -216,21 +216,13 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
         ((NEW,), "", "auto", {HERE, CPU_BUILD}),
         ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
         ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what to do before and after the installation
-        (
-            ("535.183.01", None, "12.6"),
-            "",
-            "auto",
-            {HERE},
-        ),  # the driver is new enough, so PyTorch itself gives the reason
+        # The driver is new enough, so PyTorch itself gives the reason.
+        (("535.183.01", None, "12.6"), "", "auto", {HERE}),
         ((None, NEW), "", "auto", None),  # a container without its host's GPUs
         ((None, NEW, "13.0"), "", "auto", {HERE}),
         ((OUTDATED,), "MARSRL_DEVICE=cpu", "auto", None),
-        (
-            (OUTDATED,),
-            "MARSRL_DEVICE=cuda",
-            "auto",
-            {HERE, OLD, CPU_BUILD},
-        ),  # this setting concerns only the installation
+        # This setting concerns only the installation.
+        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
         ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
         ((NEW, None, "13.0 and sees"), "", "auto", None),

@@ -101,9 +101,8 @@ def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) ->
     confusion = result.agents["verifier1"].confusion
     assert confusion is not None and confusion.right_correct == confusion.wrong_wrong == 10
     corrector = result.agents["corrector1"]
-    assert (
-        corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
-    )  # the Corrector gets no right solution
+    # The Corrector gets no right solution.
+    assert corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
     assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 
@@ -118,9 +117,8 @@ def test_a_verifier_flagging_everything_scores_at_chance(evaluator: Any) -> None
     assert verifier.detection_precision is not None and 0.2 < (verifier.detection_precision.mean or 0) < 0.8
     breaks = result.agents["corrector1"].breaks
     assert breaks is not None and breaks.mean == 1.0
-    assert (
-        result.system.mean == result.agents["solver"].mean
-    )  # nothing is accepted; the earliest of equal solutions counts
+    # Nothing is accepted; the earliest of equal solutions counts.
+    assert result.system.mean == result.agents["solver"].mean
     loops = [result.agents[name].loop_confusion for name in ("verifier1", "verifier2")]
     # four Verifier calls a problem
     assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
@@ -194,9 +192,8 @@ def answered(answer: str | None, correct: float | None = 0.0, tokens: int = 10) 
 def test_the_majority_s_answer_counts_and_equals_share() -> None:
     right = answered("7", 1.0)
     assert majorities([right, right, answered("8")], [3])[3][0] == 1
-    assert (
-        majorities([right, answered(" 8"), answered("8 ")], [3])[3][0] == 0
-    )  # white space does not make another answer
+    # White space does not make another answer.
+    assert majorities([right, answered(" 8"), answered("8 ")], [3])[3][0] == 0
     assert majorities([right, answered("8")], [2])[2][0] == 0.5
     # Two spellings of the right answer count as one answer.
     assert (

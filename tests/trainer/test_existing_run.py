@@ -205,9 +205,8 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     began = [Problem("a", "1+1", "2", "math"), Problem("b", "2+2", "4", "math")]
     data = {"data.train": fingerprint(began), "data.eval": fingerprint(began[:1])}
     run = begun(tmp_path)
-    assert resume_lines(
-        run, settings("run.resume=auto"), data
-    )  # runs of old versions have no fingerprints of their data
+    # Runs of old versions have no fingerprints of their data.
+    assert resume_lines(run, settings("run.resume=auto"), data)
     run.keep_data(data)
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}

@@ -34,7 +34,7 @@ def test_opponents_are_spaced_evenly_from_the_first_version() -> None:
     assert [*config.opponents(80)] == [0, 20, 40, 60] and [*config.opponents(81)] == [0, 40, 80]
     assert [*LeagueConfig(every=1, size=1).opponents(9)] == [0]
     for size in (1, 2, 3, 8):
-        made = set[int]()  # a version that is missing once is not needed later
+        made = set[int]()  # versions kept so far; one that was removed is never needed again
         for version in range(200):
             opponents = {*LeagueConfig(every=3, size=size).opponents(version)}
             assert len(opponents) <= size and opponents - made <= {version - 1}

@@ -208,9 +208,8 @@ def test_an_agent_without_an_answer_earns_the_episodes_outcome(
     assert rewards == {"planner": [(1.0, None), (0.0, None)], "solver": [(1.0, "1"), (0.0, "2")]}
     first, second = (credited.advantages[s.uid] for s in samples if s.agent == "planner")
     assert first > 0 > second
-    positive = {
-        s.uid for s in credited.sequences if s.is_positive
-    }  # samples in which the gate may mask well-mastered tokens
+    # Samples in which the gate may mask well-mastered tokens.
+    positive = {s.uid for s in credited.sequences if s.is_positive}
     assert [s.uid in positive for s in samples if s.agent == "planner"] == [True, False]
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out

@@ -114,11 +114,8 @@ def test_plans_by_hand() -> None:
     assert plan_micro_batches([2, 4, 5, 3, 3], 1, 8) == [[[2, 3], [1, 4], [0]]]
     # Two ranks need a fourth micro-batch, so the fullest (5 + 3) is split.
     assert plan_micro_batches([5, 4, 3, 3, 2], 2, 8) == [[[1, 3], [4]], [[0], [2]]]
-    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [
-        [[2, 3]],
-        [[0]],
-        [[1]],
-    ]  # if several are equally full, the first is split
+    # If several are equally full, the first is split.
+    assert plan_micro_batches([4, 4, 4, 4], 3, 8) == [[[2, 3]], [[0]], [[1]]]
     assert plan_micro_batches([8, 2, 2], 3, 8) == [[[0]], [[1]], [[2]]]  # a micro-batch of one sequence is not split
     # Every second sequence moves to the new micro-batch.
     assert plan_micro_batches([3, 2, 2, 1], 2, 8) == [[[0, 2]], [[1, 3]]]

@@ -42,10 +42,8 @@ from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 from marsrl.trainer.weights.sync import Standby
 
-LIMIT_S, LATE_S = (
-    6.0,
-    7.0,
-)  # seconds: time limit of a collective; delay of rank 0 at two of the five collectives (meetings)
+# Seconds: time limit of a collective; delay of rank 0 at two of the five collectives (meetings).
+LIMIT_S, LATE_S = (6.0, 7.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -67,7 +65,7 @@ def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
     with pytest.raises(Stopped), handlers_restored():
         try:
             with signals.noted():
-                for number in (signal.SIGINT, signal.SIGTERM):  # one Ctrl-C that arrives twice is one
+                for number in (signal.SIGINT, signal.SIGTERM):  # a single Ctrl-C may arrive as both signals
                     os.kill(os.getpid(), number)
                 assert signals.is_asked
                 raise Stopped

@@ -44,7 +44,7 @@ def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
     # with the mean return of the others minus this sample's past rewards.
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
     assert list(result.turns.values()) == [pytest.approx(each, abs=1e-12) for each in expected]
-    # A sample's advantage is the one of its turns' that is farthest from 0.
+    # A sample's advantage is that of its turn farthest from 0.
     assert list(result.advantages.values()) == pytest.approx([-1.75, 1, 1.5])
     first = result.sequences[0].token_advantages
     assert first is not None and first.tolist() == pytest.approx([-1.5, -1.5, 0, -1.75, -1.75])
