@@ -33,7 +33,7 @@ def model(desk: Desk) -> Path:
 
 
 def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
-    """Runs an evaluation, a step and a verified publish, in the dtype that this machine computes natively."""
+    """Run an evaluation, a step and a verified publish, in the dtype that this machine computes natively."""
     (words,) = {tuple(desk.words(each, lambda _: model)) for each in run_by("test_a_model_of_ones_own_is_trained")}
     run = desk.until_version_1(list(words))
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # torchrun's traceback follows

@@ -1,4 +1,4 @@
-"""Runs whose engines follow a script; they replace the engines that rollout.engine names."""
+"""Scripted engines, which replace those that rollout.engine names, and helpers to run and read runs with them."""
 
 from __future__ import annotations
 

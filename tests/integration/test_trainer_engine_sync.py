@@ -102,7 +102,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayClus
     with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:
         sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
         assert median_difference(learner, pool) < TOLERANCE
-        # Changes all kinds at once. engines/test_engines.py changes one at a time, and checks that the probe detects each.
+        # Change all kinds at once; engines/test_engines.py changes one at a time, and checks that the probe detects each.
         torch.manual_seed(1)
         for group in GROUPS[kind]:
             _change(learner, group)

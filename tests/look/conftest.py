@@ -36,9 +36,8 @@ def viewer(runs: list[Path]) -> Iterator[str]:
         process.wait()
 
 
-@pytest.fixture(
-    scope="module"
-)  # while Playwright runs, asyncio.run fails in this thread, because Playwright's loop counts as running
+# Module scope: while Playwright runs, asyncio.run fails in this thread, because Playwright's loop counts as running.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with sync_playwright() as playwright:

@@ -100,12 +100,8 @@ def test_a_curve_has_each_accuracy_and_what_it_cost(tmp_path: Path) -> None:
     save_summary(tmp_path / "summary.json", summary)
     assert summary.before is not None and summary.after is not None
     assert arms.curves(tmp_path) == {
-        "system": [
-            summary.before.system.mean,
-            0.7,
-            0.7,
-            summary.after.system.mean,
-        ],  # step 6 is evaluated after training
+        # Step 6 is evaluated after training.
+        "system": [summary.before.system.mean, 0.7, 0.7, summary.after.system.mean],
         "tokens": [0, 20, 40, 60],
         "step_seconds": [0, 4, 8, 12],
     }

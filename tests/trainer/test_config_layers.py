@@ -285,7 +285,7 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
         ("task: math\n\nrollout:\n  segments: 2\n", ["rollout.segment_length=100"],
          " (rollout.segments: {}:4; rollout.segment_length: command line; "
          f"rollout.max_response_tokens: preset math_default.yaml:{LINE})"),
-        # The error leaves out `policies`.
+        # This error's own path lacks `policies`.
         ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
          "(policies.main.optimizer.overlap_param_gather: {}:4)"),
         ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],
