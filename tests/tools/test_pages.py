@@ -183,7 +183,7 @@ def resolves(monkeypatch: pytest.MonkeyPatch, *answers: Sequence[str]) -> list[s
 
 
 def test_a_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests a name that is public when checked and private when resolved again, and names of private addresses."""
+    """Test a name that is public when checked and private when resolved again, and names of private addresses."""
     private = [["127.0.0.1"], ["93.184.215.14", "127.0.0.1"]]
     asked, real, connected = resolves(monkeypatch, *private, ["93.184.215.14"]), socket.create_connection, []
 
