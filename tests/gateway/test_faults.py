@@ -175,7 +175,7 @@ def test_rejected_requests_name_the_reason_and_the_run_goes_on(model: Path, tmp_
             ({**chat, "response_format": {"type": "json_object"}}, 400, "response_format="),
             ({**chat, "stream": "no"}, 400, 'stream is "no"; expected true or false'),
             ({**chat, "stream_options": True}, 400, "stream_options is true; expected an object"),
-            ({**chat, "tool_choice": "required"}, 400, "the name of one of them (none given)"),
+            ({**chat, "tool_choice": "required"}, 400, "the name of a tool (none given)"),
             ({**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, 400, "functions"),
             ({**chat, "chat_template_kwargs": {"enable_thinking": False}}, 400, "has no such option"),
             ({**chat, "chat_template_kwargs": {"tools": []}}, 400, "has no such option"),
