@@ -1,6 +1,6 @@
 """Fast tensor operations for multi-agent RL. Depends only on torch, not on the rest of marsrl.
 
-Importing the package only registers some of its operations with torch, as torch.ops.marsrl.*.
+Importing the package has one side effect: it registers some operations with torch, as torch.ops.marsrl.*.
 """
 
 from marsrl.kernels.attention_decode import attention_decode

@@ -1,7 +1,6 @@
 """Checks of an op's arguments: each error names the argument, what was found and what was expected.
 
-Checks read only what the host knows: shapes, dtypes, devices, and values of tensors on the CPU. They never read values on a
-device.
+Checks never synchronise with a device: they read shapes, dtypes and devices of all tensors, but values only of CPU tensors.
 """
 
 import torch
@@ -74,7 +73,7 @@ def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
 
 
 def _rises(bounds: Tensor, end: int) -> bool:
-    """Return True if the bounds rise from 0 to `end`, without decreasing."""
+    """Return True if the bounds start with 0, never decrease, and finish with `end`."""
     values = bounds.numpy()  # NumPy takes a quarter of PyTorch's time for a few numbers
     return bool(values[0] == 0 and values[-1] == end and (values[1:] >= values[:-1]).all())
 
@@ -84,7 +83,7 @@ def _short(values: list[int]) -> str:
 
 
 def rows_dense(x: Tensor) -> Tensor:
-    """Return x [..., D] itself if its last dimension is dense, whatever the other strides; else return a contiguous copy."""
+    """Return x [..., D] if its last dimension has stride 1, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -94,9 +93,10 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of tokens in the mask ([] int64), and all tokens with those first ([T] int64), without synchronisation.
+    """Return (number of tokens in the mask, [] int64; all tokens, those in the mask first, [T] int64).
 
-    The tokens outside the mask follow, so that a caller can gather an upper bound of rows before the number is known.
+    Does not synchronise. Because the other tokens follow, a caller can gather an upper bound of rows before the host knows the
+    number.
     """
     before = mask.long().cumsum(0)
     number = mask.sum()

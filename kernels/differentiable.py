@@ -15,8 +15,8 @@ from marsrl.kernels.triton_machine import machine_lacks_triton
 def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a backward so that it raises under create_graph=True.
 
-    Without this the backward's result would be a constant, so a penalty on a gradient would silently have no gradient. torch's
-    once_differentiable does not suffice: it raises only if the incoming gradient requires a gradient.
+    Without this check, autograd would treat the backward's result as a constant, and a gradient penalty would silently have no
+    gradient. torch's once_differentiable does not suffice: it raises only if the incoming gradient requires a gradient.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,10 +46,10 @@ class Kernels(Protocol):
 
 
 class Recomputed:
-    """Kernels from a function that PyTorch can differentiate: the backward computes the function again.
+    """Kernels of a function that autograd can differentiate; the backward calls the function again.
 
-    This keeps the backward's products inside one node, with autocast off. Plain autograd would run them as nodes of the caller's
-    graph, under the caller's autocast.
+    All of the backward then runs inside one node, with autocast off. With plain autograd, its matrix products would be nodes of
+    the caller's graph and run under the caller's autocast.
     """
 
     def __init__(self, function: Callable[..., Any]):
@@ -72,19 +72,19 @@ class Recomputed:
             gradients = iter(
                 torch.autograd.grad([out for out, _ in ends], grad_leaves, of_outputs, materialize_grads=True)
             )
-        else:  # an empty batch: nothing was computed
+        else:  # an empty batch: no output depends on the arguments
             gradients = map(torch.zeros_like, grad_leaves)
         return [next(gradients) if is_needed else None for is_needed in needs]
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Builder of an op's autograd node, with what the node saves for the backward.
+    """Builder of an op's autograd node, which runs Kernels and saves tensors for the backward.
 
     num_tensors: number of leading arguments that are tensors or None. All are saved, and get a gradient if they require one.
     num_outputs: number of results of Kernels.forward that are returned to the caller.
-    saves_outputs: the backward also reads the outputs.
-    num_unread: number of leading tensors of which the backward reads only shape and dtype, so that their memory is not kept.
+    saves_outputs: whether the backward also reads the outputs.
+    num_unread: number of leading tensors whose values the backward does not read. Only their shape and dtype are saved.
     """
 
     op: str
@@ -92,7 +92,7 @@ class Gradient:
     num_outputs: int = 1
     saves_outputs: bool = False
     num_unread: int = 0
-    node: Any = field(init=False)  # a torch.autograd.Function with the op's name: profilers show it
+    node: Any = field(init=False)  # autograd.Function named after the op, for profilers
 
     def __post_init__(self) -> None:
         num_tensors, num_outputs, first_saved = self.num_tensors, self.num_outputs, self.first_saved
@@ -119,7 +119,7 @@ class Gradient:
         return 0 if self.saves_outputs else self.num_outputs
 
     def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the leading arguments as they are saved for the backward: without memory if their values are not read."""
+        """Return the leading arguments to save for the backward; placeholders without memory replace the unread ones."""
         unread = (tensor.new_empty(()).expand(tensor.shape) for tensor in tensors[: self.num_unread])
         return (*unread, *tensors[self.num_unread :])
 

@@ -1,8 +1,9 @@
-"""Choice of an op's implementation for a call, and the reasons why the others were not chosen.
+"""Dispatch of an op's calls to its implementations, and the reasons why an implementation was not chosen.
 
-Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (such as `cpu` or `reference`) forces one
-implementation for every op. A call that this implementation cannot serve is refused with the reason, and so is an op that has no
-implementation of that name. `MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` forces implementations for these ops alone.
+Each op lists its implementations in order of preference; a call runs the first one that supports it. `MARSRL_KERNELS=<name>`
+(such as `cpu` or `reference`) forces one implementation for every op. A call then raises RuntimeError if its op has no
+implementation of that name, or if that implementation does not support the call. `MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]`
+forces the implementations of single ops.
 """
 
 import os
@@ -36,7 +37,7 @@ class Implementation:
 
 
 def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with autocast off, because an op chooses its own arithmetic whatever the caller's autocast."""
+    """Call the function with autocast off, because an op chooses the precision of its arithmetic itself."""
     if not torch._C._is_any_autocast_enabled():
         return function(*args)
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -81,7 +82,7 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # only callers under torch.compile pay for bypassing the tracer
+        if torch.compiler.is_compiling():  # bypassing the tracer costs time, so eager calls do not do it
             return self._run_untraced(*args)
         return self._run(*args)
 
@@ -97,8 +98,8 @@ class Op:
 
         Raises:
             ValueError: MARSRL_KERNELS names an unknown implementation or op.
-            RuntimeError: this op lacks the forced implementation, that implementation cannot serve the call, or none can. The
-                message has the reasons.
+            RuntimeError: the op has no implementation of the forced name, the forced implementation does not support the call, or
+                no implementation does. The message has the reasons.
         """
         forced = forced_name(self.name)
         if forced is not None:
@@ -123,7 +124,7 @@ class Op:
     def explain(self, why_not: Callable[[Implementation], str | None]) -> "Explanation":
         """Return the implementation that would be chosen, and why the others would not.
 
-        why_not: returns the known reason against an implementation, or None.
+        why_not: takes an implementation, and returns the reason why it cannot be used, or None.
         """
         forced = forced_name(self.name)
         chosen: str | None = None
@@ -142,7 +143,7 @@ class Op:
 
 
 def forced_name(op: str) -> str | None:
-    """Return the implementation that MARSRL_KERNELS forces for this op, or None; ValueError if it names an unknown one."""
+    """Return the name that MARSRL_KERNELS forces for this op, or None. Raises ValueError for an unknown op or name."""
     if ENVIRONMENT not in os.environ:  # twice as fast as os.environ.get, which catches a KeyError internally
         return None
     text = os.environ[ENVIRONMENT]

@@ -1,4 +1,4 @@
-"""Loader of the native library that setup.py built into kernels/_lib/."""
+"""Loader of the native library, which setup.py builds into kernels/_lib/."""
 
 import ctypes
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "_lib"
 
 
 class _pointer:
-    """Address argument of a C function: the address of a tensor's data, or anything that ctypes takes as a void pointer."""
+    """ctypes type of a `void*` argument: accepts a tensor (its data pointer) or whatever ctypes.c_void_p accepts."""
 
     @staticmethod
     def from_param(value: Any) -> Any:
@@ -76,13 +76,13 @@ _OF_TOKENS = (
 
 
 class Tokens(ctypes.Structure):
-    """Struct Tokens of csrc/include/policy_objective.h, which has the addresses of packed arrays."""
+    """Struct Tokens of csrc/include/policy_objective.h: addresses of packed arrays."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in _OF_TOKENS]
 
 
 def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
-    """Return the library with declared functions, or the reason why it cannot be used."""
+    """Load the library and declare its functions. Returns the library, or the reason why it cannot be used."""
     if not path.exists():
         return f"{path} is missing: build it with `MARSRL_BUILD=require pip install --no-build-isolation -e .`"
     try:
@@ -104,7 +104,7 @@ def _cpu() -> ctypes.CDLL | str:
 
 
 def cpu_library() -> ctypes.CDLL:
-    """Return the library built from csrc/cpu; RuntimeError with the reason if it cannot be used."""
+    """Return the library built from csrc/cpu. Raises RuntimeError with the reason if it cannot be used."""
     library = _cpu()
     if isinstance(library, str):
         raise RuntimeError(f"kernels: {library}")
@@ -118,12 +118,12 @@ def why_no_cpu_library() -> str | None:
 
 
 def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
-    """Return None if functions of csrc/cpu for float32 and bfloat16 can read the tensor, else the reason."""
+    """Return None if the tensor is float32 or bfloat16 in host memory, as csrc/cpu requires, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of a tensor's data; for None, None (the null pointer)."""
+    """Return the tensor's data pointer. None (no tensor) stays None, which ctypes passes as a null pointer."""
     return None if tensor is None else tensor.data_ptr()

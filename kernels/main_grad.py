@@ -1,4 +1,4 @@
-"""Weight gradients that a backward adds to Megatron's float32 buffers instead of returning."""
+"""Weight gradients that a backward adds to Megatron's float32 buffers instead of returning them."""
 
 from dataclasses import dataclass
 
@@ -19,10 +19,10 @@ class MainGrad:
     total: Tensor
 
     def placeholder(self) -> Tensor | None:
-        """Return what a backward returns as the weight's gradient, after adding the real one to `total`.
+        """Return the weight gradient that a backward hands to autograd once the real one is in `total`.
 
-        With Megatron's `grad_added_to_main_grad`, which is set here, this is an uninitialised tensor: Megatron's hooks need one
-        and ignore its values. Otherwise it is None.
+        If the weight has Megatron's attribute `grad_added_to_main_grad`, set it and return an uninitialised tensor: Megatron's
+        hooks need a tensor, but ignore its values. Otherwise return None.
         """
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None

@@ -20,7 +20,7 @@ def mpt_gate(
     scope: str = "sample",
     process_group: Any = None,
 ) -> Tensor:
-    """Compute gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766).
+    """Compute gate[s] = positive[s] and H < entropy_threshold, with H a mean entropy (DMMPT, arXiv:2507.19766).
 
     In a sample whose gate is set, the loss masks each token with a probability of at least mpt_probability.
 
@@ -29,9 +29,9 @@ def mpt_gate(
         mask: [T] bool, the trained tokens.
         cu_seqlens: [S+1] int.
         positive: [S] bool, True if the sample's task reward, before penalties, is at least 1.
-        scope: "sample": H is the mean entropy over the sample's tokens; "batch": over all tokens given.
-        process_group: group over whose ranks the means are taken. For "sample", the context-parallel ranks of a sample, which all
-            pass the same S; for "batch", the ranks that share the batch.
+        scope: "sample": H is the mean entropy of the sample's trained tokens; "batch": of all trained tokens.
+        process_group: ranks over which H is averaged; None: this rank only. For "sample", the context-parallel ranks of a sample,
+            which all pass the same S; for "batch", the ranks that share the batch.
 
     Returns:
         [S] bool; False for a sample without tokens or, with "batch", if there are no tokens at all.

@@ -1,11 +1,11 @@
-"""Packing: inputs of a forward pass over concatenated sequences, and its rows that are trained.
+"""Packing of sequences into the inputs of one forward pass, and selection of the positions that are trained.
 
-token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, the rest was sampled
-target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the next token; the last position, none
+token   a0 a1 a2 | b0 b1 b2 b3 |            a0 and b0 b1 are prompts; the policy sampled the rest
+target  a1 a2 -  | b1 b2 b3 -  |            the next token of the sequence; the last token has none
 mask     x  x    |     x  x    |            set where the target was sampled
 row      0  1          4  5                 kept_rows(mask)
 
-Whole-array operations of PyTorch, without synchronisation on a device.
+All functions use PyTorch operations on whole arrays, and do not synchronise unless their docstring says so.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,11 @@ from marsrl.kernels.checks import INTEGERS, check, check_cu_seqlens, kept_first,
 class Packed:
     """Inputs and targets of T positions. All fields are [T].
 
-    token_ids int64. position_ids int64: from 0 in every sequence. targets int64: the next token of the sequence, 0 if there is
-    none. mask bool: True if the next token was sampled. logprobs, weights float32: of the next token, 0 where the mask is off;
-    None if not given.
+    token_ids: int64.
+    position_ids: int64, counted from 0 in every sequence.
+    targets: int64, the next token of the sequence; 0 if there is none.
+    mask: bool, True if the policy sampled the next token.
+    logprobs, weights: float32, values of the next token, 0 where the mask is False; None if `pack` got none.
     """
 
     token_ids: Tensor
@@ -43,14 +45,14 @@ def pack(
     logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Packed:
-    """Turn flat arrays of tokens into positions that predict them. Targets are shifted only here.
+    """Turn flat arrays of tokens into positions, each with the next token as its target.
 
     Args:
         token_ids: [N] int, the tokens of all sequences end to end.
         is_sampled: [N] bool, True if the policy chose the token; False in prompts and tool output.
         cu_seqlens: [S+1] int, from 0 to num_tokens; positions after the N-th are padding and belong to the last sequence.
-        num_tokens: T, at least N. Given by the caller, so that the host does not wait for a device.
-        logprobs, weights: [N] float32, of the tokens; not read where is_sampled is off.
+        num_tokens: T, at least N. An argument because reading it from cu_seqlens would make the host wait for the device.
+        logprobs, weights: [N] float32, one value per token; not read where is_sampled is False.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -85,8 +87,8 @@ def pack(
 def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
     """Return the positions where mask [T] bool is set, [K] int64, ascending.
 
-    num_kept: K, if the host knows it. None: K is counted; this synchronises if mask is on a device. A given K is not checked on a
-    device: surplus rows are -1.
+    num_kept: K, if the host knows it. None: K is counted, which synchronises if mask is on a device. On a device num_kept is not
+    checked; if it is too large, the last rows are -1.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

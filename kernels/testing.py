@@ -57,9 +57,9 @@ def assert_accurate(
         found: [...] The kernel's result, in its own dtype.
         exact: [...] float64, the definition's result in float64.
         plain: [...] The definition's result in PyTorch at the kernel's dtype.
-        scale: Size of the terms that were summed, if they cancel and the result is smaller.
-        moved: [...] float64, the definition's result for inputs that are off_by_an_ulp. Then sqrt(terms) * |moved - exact| is
-            allowed too: random rounding errors of the terms of a sum grow like 2 sqrt(n) u for n terms
+        scale: Magnitude of the summed terms, if they cancel and the result is therefore smaller.
+        moved: [...] float64, the definition's result for inputs changed by off_by_an_ulp. Errors up to sqrt(terms) *
+            |moved - exact| are then allowed too, because random rounding errors in a sum of n terms grow like 2 sqrt(n) u
             (doi:10.1137/18M1226312 with lambda = 2).
         terms: Number of terms of the longest sum.
         apart: [N] bool over the first dimension: rows that get blocks of their own, because they are hundreds of times smaller

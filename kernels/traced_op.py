@@ -1,12 +1,12 @@
-"""Ops as torch.ops.marsrl.<name>, with a fake kernel and a gradient, for callers that torch.compile traces.
+"""Registration of ops as torch.ops.marsrl.<name>, with a fake kernel and a gradient, for torch.compile.
 
     eager                               traced
     op(...)                             torch.ops.marsrl.<name>(...), in the backward torch.ops.marsrl.<name>_backward(...)
       the node of differentiable.py       op.choose, when the compiled code runs
         Kernels.forward, .backward          Kernels.forward, .backward
 
-Calling such an op takes 17 us more of Python time than calling the node (measured for rms_norm's forward), so eager callers
-bypass it. Importing marsrl.kernels registers the ops, because torch.compile must find them before the first call.
+A call of the registered op takes 17 us more Python time than a call of the node (measured for rms_norm's forward), so eager code
+calls the node. Importing marsrl.kernels registers the ops, because torch.compile must find them before the first call.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,10 @@ def register(
 ) -> None:
     """Register an op as torch.ops.marsrl.<name>.
 
-    arguments: the arguments as a schema of torch.library; those that `gradient` differentiates come first.
-    prepare: checks these arguments, which are real tensors, and converts them to the arguments of `op`.
-    results: allocates uninitialised results of Kernels.forward; also called with fake tensors.
+    arguments: torch.library schema of the registered op's arguments; those that `gradient` differentiates come first.
+    results: takes these arguments (real or fake tensors), and allocates uninitialised results of Kernels.forward.
+    num_results: number of tensors that `results` returns.
+    prepare: takes these arguments (real tensors only), checks them, and returns the arguments of `op`.
     """
     name, num_tensors = f"marsrl::{op.name}", gradient.num_tensors
     types = ", ".join(["Tensor"] * num_results)
@@ -44,8 +45,8 @@ def register(
     def forward(*given: Any) -> Any:
         args = prepare(*given)
         tensors = without_autocast(_kernels(op, args).forward, *args)
-        # The class Recomputed saves nothing, so the results that other classes save are filled with infinity. If MARSRL_KERNELS
-        # changes before the backward and another implementation reads them, every gradient is then visibly not finite.
+        # Recomputed.forward returns only outputs. The tensors that other Kernels save are filled with -inf: should MARSRL_KERNELS
+        # change before the backward, so that another implementation reads them, its gradients are visibly not finite.
         unread = (tensor.fill_(-torch.inf) for tensor in results(*given)[len(tensors) :])
         return _one_or_all((*map(_own, tensors), *unread))
 
@@ -90,7 +91,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return the result in the layout of the fake kernel's: contiguous, and the sole owner of its memory. Views are copied."""
+    """Return the result as the fake kernel describes it, contiguous and not a view; anything else is copied."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

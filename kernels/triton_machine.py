@@ -1,6 +1,6 @@
-"""Conditions for Triton kernels: a CUDA device, or the CPU if TRITON_INTERPRET=1 was set before the start.
+"""Conditions for Triton kernels: a CUDA device, or the CPU if the process was started with TRITON_INTERPRET=1.
 
-Does not import Triton: an op imports its kernels when it first runs them.
+This module does not import Triton: an op imports its kernels when it first runs them.
 """
 
 import os
@@ -51,7 +51,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
-    """Return the number of multiprocessors of the tensor's device; an H100's if it is on the CPU."""
+    """Return the number of multiprocessors of the tensor's device; for CPU tensors, that of an H100."""
     if not tensor.is_cuda:
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -26,8 +26,8 @@ def attention_decode(
         lengths: [S] int, number of keys of each sequence, 1..L; on a GPU the host does not read the values.
         scale: any finite number; None = 1 / sqrt(D).
 
-    Returns the attention output, [S, N, D] in the dtype of q, without a gradient. On a GPU the bits of a sequence's output depend
-    neither on the other sequences nor on L.
+    Returns the attention output, [S, N, D] in the dtype of q. There is no gradient. On a GPU the bits of a sequence's output
+    depend neither on the other sequences nor on L.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

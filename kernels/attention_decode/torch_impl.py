@@ -1,7 +1,7 @@
 """Decoding attention by PyTorch's SDPA: the query heads that share a key head become the queries of one sequence.
 
-So keys are not copied for every query head. On one CPU thread this is 1.4 times as fast as SDPA's own grouping (enable_gqa) in
-float32, and 4 to 10 times in bfloat16, for (S, N, N_kv, D, L) from (128, 4, 2, 32, 96) to (16, 16, 8, 128, 1024).
+This avoids copying the keys for every query head. On one CPU thread this is 1.4 times as fast as SDPA's own grouping (enable_gqa)
+in float32, and 4 to 10 times in bfloat16, for (S, N, N_kv, D, L) from (128, 4, 2, 32, 96) to (16, 16, 8, 128, 1024).
 """
 
 import torch

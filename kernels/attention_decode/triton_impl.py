@@ -10,7 +10,7 @@ from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
-# Keys per split: enough work for one program. There are S x N_kv x L / 512 programs; at S = 8 they fill a GPU from L = 2048 on.
+# Keys per split, the work of one program. This gives S x N_kv x L / 512 programs; at S = 8 they fill a GPU from L = 2048 on.
 SPLIT = 512
 
 

@@ -1,8 +1,8 @@
 """Decoding attention as two Triton kernels: the first attends within splits of fixed size, the second sums a sequence's splits.
 
-The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order. So
-the bits of a sequence's output do not depend on the rest of the batch. Exponents are to base 2. Each split's sum of exponentials
-is stored as it is, not as a logarithm: rounding the logarithm would scale the split's whole contribution.
+The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order, so
+the bits of a sequence's output do not depend on the rest of the batch. Exponents are to base 2. Each split stores its sum of
+exponentials, not the sum's logarithm: an error in rounding the logarithm would scale the split's whole contribution.
 """
 # mypy: disallow-untyped-defs=False
 

@@ -39,8 +39,8 @@ def attention_varlen(
         scale: any finite number; None = 1 / sqrt(D).
         causal: a query sees no later key; a sequence's last query is aligned with its last key.
         max_seqlen: upper bound of the sequence lengths, with which flash-attn launches fewer blocks. None: the number of tokens.
-        deterministic: make the gradient bitwise reproducible; with our own kernels it always is. flash-attn 2 needs several
-            copies of the gradient of q for this, each of 4 T N D bytes, which it adds in order.
+        deterministic: make the gradient bitwise reproducible, as it always is with our own kernels. flash-attn 2 then needs
+            several copies of the gradient of q, each of 4 T N D bytes, which it adds in order.
 
     Returns the attention output, [T, N, D] in the dtype of q. The call never synchronises with the GPU, so the values of a
     cu_seqlens on a GPU are not checked.
@@ -58,7 +58,7 @@ def attention_varlen(
 
 
 def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Return equivalent queries [..., D] with a positive scale, because kernels take the maximum before scaling."""
+    """Return equivalent (queries, scale) with a positive scale: some kernels take the maximum of unscaled scores."""
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if not isfinite(scale):

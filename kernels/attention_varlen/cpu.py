@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# Queries per call of SDPA, which get the same keys and a mask. Smaller blocks compute fewer masked products in more calls.
+# Queries per call of SDPA, if causal queries have more keys than queries. A call computes all products of its queries with its
+# keys and masks some; smaller blocks compute fewer masked products, but need more calls.
 _BLOCK = 256
 
 
@@ -28,7 +29,7 @@ class PaddedSegments:
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
-@torch.inference_mode(False)  # the result is cached, and a learner may save it for a backward
+@torch.inference_mode(False)  # the cached result may later be saved for a backward, which inference tensors cannot be
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
     """Group segments by length so that at most half of the positions are padding: about log2(longest / shortest) groups."""
     segments = sorted(
@@ -87,7 +88,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: PaddedSegments, scale: floa
 def _per_segment(
     q: Tensor, k: Tensor, v: Tensor, bounds_q: list[int], bounds_k: list[int], scale: float, causal: bool
 ) -> Tensor:
-    # A slice's backward would fill a gradient of the whole tensor for each segment; a split's concatenates them once.
+    # Split instead of slicing: the backward of each slice would allocate a gradient of the whole tensor.
     sizes_q, sizes_k = ([end - begin for begin, end in pairwise(bounds)] for bounds in (bounds_q, bounds_k))
     outputs = []
     for query, key, value in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k)):

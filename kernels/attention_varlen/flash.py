@@ -18,9 +18,9 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 @dataclass(frozen=True)
 class Version:
-    """Version of flash-attn, as a module with flash_attn_varlen_func; the arguments used here have the same names in all
-    versions.
+    """Version of flash-attn. The arguments that we pass have the same names in all versions.
 
+    name: name of the implementation. module: the module that has flash_attn_varlen_func.
     generations: major compute capabilities of the GPUs on which this version's backward has a deterministic mode.
     """
 

@@ -111,9 +111,9 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """Return the inputs with a dense head dimension, which is all that the kernels require.
+    """Return the inputs as the kernels read them: a dense head dimension, any other strides, and contiguous boundaries.
 
-    Views of a fused qkv projection are therefore read in place; only other inputs are copied.
+    Views of a fused qkv projection are therefore read in place, without a copy.
     """
     return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 

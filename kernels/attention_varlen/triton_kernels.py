@@ -4,12 +4,12 @@
     backward  p = exp(s - lse), dp = do v^T, ds = p (dp - delta), delta = sum(do o)     (arXiv:2307.08691, algorithm 2)
               dq = scale ds k in one kernel; dk = scale ds^T q, dv = p^T do in another: no atomics, the same bits each time
 
-The grid follows from shapes alone. Sequence s, which has n tokens and starts at token b, owns the tile numbers from b // BLOCK +
-s up to the next sequence's first tile, (b + n) // BLOCK + s + 1. These are at least ceil(n / BLOCK) tiles, of which at most one
-is empty. A program finds its sequence by bisection in cu_seqlens.
+The grid size follows from shapes alone, so the host never reads cu_seqlens. A sequence s of n tokens that starts at token b owns
+the tiles from number b // BLOCK + s up to, but not including, (b + n) // BLOCK + s + 1, which is the next sequence's first tile.
+These are at least ceil(n / BLOCK) tiles, of which at most one is empty. A program finds its sequence by bisection in cu_seqlens.
 
-Exponents are to base 2 (scale2 = scale * log2 e), as in hardware. Dots read tiles in their own dtype; all other arithmetic is
-float32.
+Exponents are to base 2 (scale2 = scale * log2 e), as in hardware. tl.dot reads tiles in the dtype of the inputs; all other
+arithmetic is float32.
 """
 # mypy: disallow-untyped-defs=False
 

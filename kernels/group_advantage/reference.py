@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Statistics of the set that each sample is compared with, without missing values. All fields are [S]."""
+    """Statistics of the values in each sample's set; missing values are left out. All fields are [S]."""
 
     count: Tensor
     mean: Tensor
-    is_single: Tensor  # True if the set has fewer than two values, so nothing to compare with
+    is_single: Tensor  # True if the set has fewer than two values, so that there is nothing to compare
 
 
 def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
@@ -30,7 +30,8 @@ def _total(terms: Tensor, set_of: Tensor) -> Tensor:
 def _are_equal(values: Tensor, set_of: Tensor) -> Tensor:
     """Return [S] bool, True if all values of the sample's set are equal.
 
-    This compares the extremes. The standard deviation would not do: the mean of eight times 0.1 is not exactly 0.1.
+    The minimum is compared with the maximum, because the standard deviation of equal values need not be 0: the mean of eight
+    times 0.1 is not exactly 0.1.
     """
 
     def extreme(fill: float, reduce: str) -> Tensor:

@@ -19,16 +19,16 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton_flo
 def grouped_linear(
     x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int], *, main_grad: Tensor | None = None
 ) -> Tensor:
-    """Multiply rows of x, sorted by expert, by the transposed weight of their expert; differentiable.
+    """Multiply the rows of x, sorted by expert, by the transposed weight of their expert; differentiable.
 
     Args:
         x: [T, K] float.
         weights: [E, N, K] in the dtype of x; N may be several dimensions, as in [E, 2, N / 2, K].
         tokens_per_expert: [E] int tensor or list: the number of rows of each expert; they sum to T. The host does not read
-            a tensor on the GPU: its values are not checked, and rows beyond their sum are undefined.
-        main_grad: float32 in the shape of weights, each expert's part contiguous. Each backward adds dW to it, and leaves
-            experts without rows alone; a forward writes nothing. The gradient of weights is then as in linear_policy_loss: None,
-            or a placeholder for Megatron's hooks. With main_grad, torch.compile breaks its graph at this op.
+            a tensor on the GPU: its values are not checked, and output rows beyond their sum are undefined.
+        main_grad: float32 in the shape of weights, each expert's part contiguous. Each backward adds dW to it, but does not touch
+            experts without rows; a forward writes nothing. Autograd then gets None, or a placeholder for Megatron's hooks, as the
+            gradient of weights (see linear_policy_loss). With main_grad, torch.compile breaks its graph at this op.
 
     Returns:
         [T, N] in the dtype of x.

@@ -63,7 +63,7 @@ class TorchGroupedLinear:
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """Return [E] int32 on the device: the index after each expert's last row. Counts on the host are sent without waiting."""
+    """Return [E] int32 on the device: the index after each expert's last row. Host counts are copied without waiting."""
     if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
         tokens_per_expert = tokens_per_expert.pin_memory()
     return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

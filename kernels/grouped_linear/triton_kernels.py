@@ -81,9 +81,8 @@ def matrix_gradients(
 ):
     """Compute out [E, num_out, num_in] = grad_out.T @ x over each expert's rows; 0 for an expert without rows.
 
-    stride_expert: distance of two experts' matrices in out, each of which is contiguous.
-
-    ADDS: accumulate into out; an expert without rows then leaves its part of out unchanged.
+    stride_expert: distance between two experts' matrices in out, in elements; each matrix is contiguous.
+    ADDS: accumulate into out; the matrices of experts without rows then stay unchanged.
     """
     num_in_tiles = tl.cdiv(num_in, BLOCK_N)
     num_tiles = tl.cdiv(num_out, BLOCK_M) * num_in_tiles

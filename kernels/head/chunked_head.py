@@ -1,4 +1,4 @@
-"""A head in chunks of rows: softmax statistics, and gradients that are buffered so that the backward GEMMs are large.
+"""Output head in chunks of rows: softmax statistics, and gradients whose rows are buffered to make the GEMMs large.
 
     for chunk, product in chunks:
         chunks.statistics(product, chunk, statistics)
@@ -6,11 +6,12 @@
         chunks.add_gradients(product, chunk, slopes)
     gradients = chunks.finish()
 
-dz below is the gradient of the loss with respect to the logits. On the CPU (HostChunks) a chunk's rows of dz overwrite its
-logits, and the next chunk's logits are written after them; bfloat16 models use tiles instead (tiles.py). On a device
-(DeviceChunks) logits and dz have separate buffers. The host reads a chunk's number of rows of dz only after queueing the next
-chunk, so that the device never idles. A vocabulary shard on a device (ShardChunks) has two buffers of logits, because it computes
-a chunk's logits while the ranks exchange the previous chunk's statistics.
+dz is the gradient of the loss with respect to the logits. It is computed only for active rows: those with a nonzero coefficient.
+
+HostChunks (CPU): dz overwrites the logits of its chunk, and the next chunk's logits follow in the same buffer. bfloat16 models on
+the CPU use tiles.py instead. DeviceChunks: logits and dz have separate buffers. The host queues the next chunk before it reads
+how many rows of the last one are active, so the device does not idle. ShardChunks (a vocabulary shard on a device): there are two
+buffers of logits, because the ranks exchange a chunk's statistics while the next chunk's logits are computed.
 """
 
 from collections import deque
@@ -30,25 +31,27 @@ from marsrl.kernels.head.tiles import gradients_by_tiles, host_kernels_of_tiles,
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
-# Each GEMM reads the whole weight, or reads and writes its whole gradient, however few rows a chunk has. This takes as long as
-# computing 12 to 20 rows. At V = 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save
-# nothing. At V = 151936 a buffer of 70 MiB is less than a quarter of what plain PyTorch holds for 256 rows.
+# Size of the CPU's buffer of logits. Each GEMM reads the whole weight, or reads and writes its whole gradient, which takes as
+# long as computing 12 to 20 rows; small chunks are therefore slow. At V = 151936 chunks of 86 rows cost 13% more than chunks of
+# 128; at V = 32000 chunks of 256 rows save nothing. At V = 151936, 70 MiB are less than a quarter of what plain PyTorch holds for
+# 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients, 1.75 GB in total. There
-# are more rows of gradients because each weight-gradient GEMM reads and writes all of dW: 2.5 GB in float32, which takes the time
-# of about 1000 rows. With 4224 rows, dX has only full waves of tiles (whole_waves). Not measured yet.
+# Sizes of a device's buffers of logits and of dz. At V = 151936 they hold 768 rows of float32 logits and 4224 rows of bfloat16
+# dz, 1.75 GB in total. dz has more rows because each weight-gradient GEMM reads and writes all of dW (2.5 GB in float32), which
+# takes as long as computing about 1000 rows. With 4224 rows, the dX GEMM has only full waves of tiles (whole_waves). Not measured
+# yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
-# Large chunks on a device have a multiple of this many rows, which fills GEMM tiles.
+# Full chunks on a device have a multiple of this many rows, so that no GEMM tile is partly empty.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
-TILE_COLUMNS = 256  # columns of a dX tile: cuBLAS's tiles for large products on Hopper are 128 by 256
+TILE_COLUMNS = 256  # columns of a tile of dX: on Hopper, cuBLAS uses tiles of 128 by 256 for large products
 # Rows of logits and of dz are padded to a multiple of this many elements, so that loads are 128 bits even if V is odd.
 COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """Buffer of rows of dz. When the next rows would not fit, the backward GEMMs read all buffered rows."""
+    """Buffer of rows of dz. When more rows would not fit, the backward GEMMs consume the buffered rows and empty it."""
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer
@@ -57,7 +60,7 @@ class WaitingGradients:
         self._late: LateCount | None = None
 
     def room(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return views (dz, tokens) of the memory after the buffered rows, with room for `count` more rows."""
+        """Return (dz, tokens), views of the free part of the buffers, with space for at least `count` rows."""
         self._settle()
         if self._filled + count > self._buffer.shape[0]:
             self._flush(is_last=False)
@@ -68,7 +71,7 @@ class WaitingGradients:
         self._late = count
 
     def finish(self) -> HeadGradients:
-        """Return the gradients of all rows."""
+        """Run the GEMMs on the rest of the buffer and return the gradients of all rows."""
         self._settle()
         self._flush(is_last=True)
         return self._gradients
@@ -105,7 +108,7 @@ class Chunks:
             self._kernels.statistics(product, chunk, self._head, out)
 
     def add_gradients(self, product: Any, chunk: Rows, slopes: Slopes) -> None:
-        """Compute dz of the chunk's active rows, those with a nonzero coefficient."""
+        """Compute dz of the chunk's active rows into the buffer that the backward GEMMs read."""
         if self._gradients.wanted.any:
             dz, tokens = self.waiting.room(chunk.count)
             self.waiting.add(self._kernels.gradients(product, chunk, self._head, slopes, dz, tokens))
@@ -222,7 +225,7 @@ def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
 
 
 def device_rows(row_bytes: int, num_bytes: int) -> int:
-    """Return the number of rows of a chunk on a device."""
+    """Return how many rows of row_bytes fit num_bytes on a device, rounded to whole GEMM tiles."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
@@ -236,8 +239,8 @@ def rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
 def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
     """Return the number of row tiles for which the dX GEMM leaves the fewest multiprocessors idle in its last wave.
 
-    The number is between at_most / 2 and at_most; the largest of equally good numbers is chosen. Example: 33 row tiles times 8
-    column tiles (H = 2048) are 264 tiles, exactly two waves on 132 multiprocessors.
+    The number is above at_most / 2 and at most at_most; of equally good numbers, the largest is chosen. Example: 33 row tiles
+    times 8 column tiles (H = 2048) are 264 tiles, exactly two waves on 132 multiprocessors.
     """
 
     def busy_share(row_tiles: int) -> float:
@@ -248,7 +251,7 @@ def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
 
 
 def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
-    """Compute statistics of these rows of hidden [T, H], 0 at other tokens, in 2THV FLOPs."""
+    """Compute the statistics of these rows of hidden [T, H], in 2THV FLOPs. Other tokens get 0."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     chunks = _chunks(kernels, head, hidden, rows)
     for chunk, product in chunks:

@@ -40,9 +40,9 @@ class HeadGemms:
     """GEMMs of one weight [V, H] with hidden states of one dtype. dz is the gradient with respect to the logits.
 
     On CUDA, bfloat16 hidden states and weight are multiplied directly, with float32 accumulators and results. The CPU's bfloat16
-    GEMM rounds its result, so it computes only final bfloat16 results (collects_dz): dX, and a dW that is a single product. All
-    other products have float32 operands, because float16 gradients underflow and torch has no GEMM of mixed dtypes. Calls that
-    need float32 products are refused if the process lets torch round their operands.
+    GEMM rounds its result to bfloat16, so it is used only where that is the final result (collects_dz): for dX, and for a dW that
+    is a single product. All other products have float32 operands, because float16 gradients underflow and torch has no GEMM of
+    mixed dtypes. Unless both dtypes are bfloat16, the constructor raises RuntimeError if torch may round float32 operands.
     """
 
     def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
@@ -58,16 +58,16 @@ class HeadGemms:
         # 2.13's AMX product then reads past the end of a row of dz, so a NaN in one row would reach dX of the previous row.
         on_host = self._is_narrow and not weight.is_cuda
         self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
-        self._converted: slice | None = None  # rows of the weight that _tile has in float32
+        self._converted: slice | None = None  # the rows of the weight whose float32 copy is in _tile
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype of dz while it waits for the backward GEMMs."""
+        """Dtype of the buffer of dz that the backward GEMMs read."""
         return torch.bfloat16 if self._is_narrow else torch.float32
 
     @property
     def is_converted(self) -> bool:
-        """True if pieces of the weight are converted to float32, in which case both gradients use one conversion."""
+        """True if products read a float32 copy of the weight, which is made one piece at a time."""
         return self.weight.dtype != torch.float32 and not self._multiplies_narrow
 
     @property
@@ -80,7 +80,7 @@ class HeadGemms:
         return torch.empty(min(self._tile_rows, rows), size, dtype=torch.float32, device=self.weight.device)
 
     def tiles(self) -> list[slice]:
-        """Slices of the weight's rows that are multiplied one after the other."""
+        """Return the slices of the weight's rows that are multiplied one after the other."""
         rows, step = self.weight.shape[0], self._tile_rows
         if not self.is_converted:
             return [slice(0, rows)]
@@ -97,7 +97,7 @@ class HeadGemms:
         return converted
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, without the temperature. Autocast does not affect out=."""
+        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, without the temperature. Autocast ignores products with out=."""
         if self._multiplies_narrow:
             torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
             return
@@ -144,11 +144,11 @@ class HeadGemms:
         adds: bool,
         room: Tensor | None = None,
     ) -> None:
-        """Compute grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+        """Compute grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; skip either if None.
 
-        Works in pieces of the vocabulary, each converted to float32 once.
+        Takes one piece of the vocabulary at a time, so that each piece of the weight is converted to float32 once.
 
-        dz_of: returns the columns of dz of a piece in float32, valid until the next call of dz_of.
+        dz_of: takes a slice from `tiles`, and returns these columns of dz, [n, columns] float32, valid until its next call.
         adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
         once from float32.
         room: [n, V] bfloat16, memory in which all pieces of dz are collected. grad_hidden must then be bfloat16, and is computed

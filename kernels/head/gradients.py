@@ -35,7 +35,7 @@ class HeadGradients:
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
-        """Start with empty gradients. in_pieces: convert the weight to float32 once for both gradients, as on the CPU."""
+        """Start with empty gradients. in_pieces: compute dX and dW of a vocabulary piece together, converting its weight once."""
         self.gemms = HeadGemms(head.weight, hidden.dtype)
         self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted
@@ -51,7 +51,7 @@ class HeadGradients:
         return self._grad_hidden
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
-        """Add the gradients from dz [n, V] of the tokens [n] int64, ascending. is_last: no more rows will be added."""
+        """Add the gradients of n rows: dz [n, V], tokens [n] int64, ascending. is_last: no more rows will be added."""
         if tokens.numel() == 0:
             return
         if self._in_pieces:
@@ -66,9 +66,11 @@ class HeadGradients:
     def add_pieces(
         self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
     ) -> None:
-        """Add gradients of all these tokens like `add`. dz_of returns dz of one piece of the vocabulary from gemms.tiles().
+        """Add gradients like `add`, with dz computed one piece of the vocabulary at a time.
 
-        room: [>= n, V] bfloat16, memory for dz, required if gemms.collects_dz; each call of dz_of overwrites a piece.
+        dz_of: takes a slice from gemms.tiles(), and returns these columns of dz, [n, columns] float32.
+        room: [>= n, V] bfloat16, memory for all of dz, required if gemms.collects_dz. A piece is written only after dz_of has
+            returned it, so `room` may hold the exponentials that dz_of reads.
         """
         rows = _contiguous_or_listed(tokens)
         grad_hidden, adds = None, self.grad_weight is not None
@@ -86,7 +88,7 @@ class HeadGradients:
 
     def put(self, rows: Rows, gradient: Tensor) -> None:
         """Set these rows of grad_hidden to the gradient [R, H], which may have any dtype."""
-        if rows.count == self.hidden.shape[0]:  # a small vocabulary takes all rows at once
+        if rows.count == self.hidden.shape[0]:  # one chunk has all rows, as with a small vocabulary
             self._grad_hidden = gradient.to(self.hidden.dtype)
             return
         assert self.grad_hidden is not None

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-# Sums per agent, in the order in which the kernels write them.
+# Names of the sums per agent, in the order in which the kernels write the sums.
 METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy", "kl", "tokens")
 # Log-ratios are clamped to +-20 nats before they are exponentiated (e^20 = 4.9e8), so that an infinite ratio times an advantage
 # of 0 does not become NaN. verl clamps the same quantities: the ratio, k3 and the rollout correction (compute_policy_loss,
@@ -22,10 +22,12 @@ class PolicyObjective:
 
         -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)  +  kl_coef KL  -  entropy_coef H
 
-    (arXiv:1707.06347, eq. 7; arXiv:2503.14476, eq. 8 for the two clip ends.)
+    (arXiv:1707.06347, eq. 7; arXiv:2503.14476, eq. 8 for the two clip ends.) r is the probability ratio of the policy to the old
+    policy, A the advantage, and H the token's entropy; `correction` defines w (default 1), and `kl` defines KL.
 
     Fields:
-        dual_clip: lower bound dual_clip * A of the surrogate for A < 0 (arXiv:1912.09729, eq. 5). A number above 1; None: off.
+        dual_clip: for A < 0, the surrogate is at least dual_clip * A (arXiv:1912.09729, eq. 5). A number above 1 + clip_high;
+            None: off.
         ratio: "token", or "sequence" = geometric mean of the sequence's token ratios; the gradient reaches each token
             through its own log-prob (GSPO-token, arXiv:2507.18071, eq. 14).
         kind: "clip", or "cispo" = clip(r) held constant, times A log p (arXiv:2506.13585, eq. 4).
@@ -36,9 +38,9 @@ class PolicyObjective:
         kl: estimator of KL(policy || reference) from x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1.
             Its value is multiplied by the token's importance i = p / p_rollout, which is p / p_old without rollout_logprobs and 1
             without both. With "tis", i is at most correction_high. The gradient with respect to log p is i x for all three, the
-            score-function gradient of KL(policy || reference). Differentiating i k3 with i gives this gradient
-            (arXiv:2512.02556), and so does i k2 with i held constant.
-        mpt_probability: probability p from which tokens are masked in samples whose gate is set (arXiv:2507.19766); None: off.
+            score-function gradient of KL(policy || reference). It is the derivative of i k3 if i is differentiated too
+            (arXiv:2512.02556), and of i k2 if i is held constant.
+        mpt_probability: in samples whose gate is set, mask tokens of at least this probability (arXiv:2507.19766); None: off.
 
     A masked token adds nothing to the loss, but still counts in the normaliser.
 
@@ -46,12 +48,12 @@ class PolicyObjective:
     gradient passes through r, as in torch.clamp. This does not affect the gradients of the KL term and of "cispo", where r is a
     constant.
 
-    NaN and infinity: if a trained token reads NaN or infinity, the loss and the token's coefficient are not finite. A token reads
-    its log-prob, advantage, weight and, if given, old log-prob; rollout_logprobs with a correction or a KL term;
-    reference_logprobs with a KL term; its entropy with an entropy bonus. Tokens that are outside the mask, dropped, or masked by
-    the gate or a correction add 0 to loss and gradient, whatever their values. Only finite numbers mask a token: a d that is not
-    finite counts as inside the bounds, and a log-prob that is not finite as below mpt_probability. The means over a sequence
-    (ratio "sequence", "sequence_mask") read all of the sequence's tokens in the mask.
+    NaN and infinity: if an input of a trained token is not finite, neither are the loss and the token's coefficient. The inputs
+    are the token's log-prob, advantage, weight and, if given, old log-prob. A correction or a KL term also reads
+    rollout_logprobs, a KL term reference_logprobs, and an entropy bonus the entropy. Tokens that are outside the mask, dropped,
+    or masked by the gate or a correction add 0 to loss and gradient, whatever their values. Only finite numbers mask a token: a d
+    that is not finite counts as inside the bounds, and a log-prob that is not finite as below mpt_probability. The means over a
+    sequence (ratio "sequence", "sequence_mask") read all of the sequence's tokens in the mask.
     """
 
     clip_low: float = 0.2
@@ -103,8 +105,8 @@ class LossInputs:
 
     Fields:
         cu_seqlens: [S+1] int, boundaries of the packed sequences; empty ones are allowed.
-        normaliser: number or one-element tensor; the loss is divided by it, once.
-        advantages, token_advantages: [S] or [T] float; exactly one of the two is given.
+        normaliser: number or one-element tensor by which the sum over tokens is divided.
+        advantages: [S] float, one per sequence. token_advantages: [T] float, one per token. Pass exactly one of the two.
         mask: [T] bool, True = the token is trained; None = all are. Other inputs are not read where it is False.
         agent_of: [S] int in [0, num_agents); None = one agent.
         gate: [S] bool from mpt_gate; None = no well-mastered token is masked.
@@ -137,11 +139,13 @@ class LossInputs:
 class PolicyTokens:
     """Checked LossInputs, expanded to one element per packed token.
 
-    Fields have the meaning of LossInputs, are [T] except for cu_seqlens [S+1] and normaliser (a number, or one element on the
-    device), and are None if not given or not needed. Floats have any dtype for the reference, and are float32 and contiguous for
-    row kernels. sequence_of: [T] int64, the sequence of each token. log_ratio, log_drift: [T] float32, means over the token's
-    sequence, which replace logprobs - old_logprobs and the log of d. Values of masked tokens are never read, and may be anything,
-    NaN included.
+    Fields have the same meaning as in LossInputs, and are None if not given or not needed. All are [T], except cu_seqlens [S+1]
+    and normaliser, a number or a one-element tensor. Floats have any dtype for the reference; for row kernels they are contiguous
+    float32. Values outside the mask are never read, and may be anything, NaN included.
+
+    sequence_of: [T] int64, the sequence of each token.
+    log_ratio: [T] float32, mean of logprobs - old_logprobs over the token's sequence; None: use the token's own.
+    log_drift: [T] float32, mean of log d over the token's sequence; None: use the token's own.
     """
 
     objective: PolicyObjective

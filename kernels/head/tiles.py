@@ -1,4 +1,4 @@
-"""Head of a bfloat16 model on the CPU: a chunk of rows is multiplied by one tile of the vocabulary after the other.
+"""Head of a bfloat16 model on the CPU: each chunk of rows is multiplied by one vocabulary tile at a time.
 
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
@@ -9,12 +9,12 @@
             dz [n, columns] float32 from the exponentials              CpuRowKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
-On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. The products follow after the last tile: dX = dz @
-weight, and dW = dz.T @ hidden if this is the only chunk with gradients.
+A CPU with bfloat16 instructions instead writes each tile of dz over its exponentials, in bfloat16. After the last tile it
+computes dX = dz @ weight in a single product, and likewise dW = dz.T @ hidden if no other chunk has gradients.
 
 Tiles of logits, weight and dW stay in the cache from one step to the next. Whole rows of logits would not: 256 rows take 31 MiB
-at V = 32000. Only their exponentials are kept, in bfloat16, at half that size. Statistics come from the float32 logits. Rounding
-an exponential to bfloat16 costs as much precision as storing a gradient in bfloat16.
+at V = 32000. Of a whole row, only the exponentials are kept, in bfloat16, which takes half as much memory. Statistics come from
+the float32 logits. Rounding an exponential to bfloat16 loses as much precision as storing a gradient in bfloat16.
 """
 
 from typing import TYPE_CHECKING, cast
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 # Up to V = 151936 the buffer for exponentials has room for 256 rows, so that one product forms dW. At that V it takes 74 MiB;
 # together with a tile, this is less than a quarter of what plain PyTorch holds.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
-# Number of rows per tile when gradients are computed from recomputed logits, without stored exponentials.
+# Rows per chunk if gradients are computed from recomputed logits, without stored exponentials.
 ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """Return the kernels if this module serves them (on the CPU, with bfloat16 operands), else None."""
+    """Return `kernels` if this module computes the head (bfloat16 hidden states and weight on the CPU), else None."""
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)
@@ -54,7 +54,7 @@ def policy_gradients_by_tiles(
     slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """Compute statistics, objective and gradients of these rows of gradients.hidden; the logits are computed once."""
+    """Compute statistics, objective and gradients of `rows` (tokens of gradients.hidden). Logits are computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
@@ -126,13 +126,13 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
 
 
 def _buffers(num_rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return memory for exponentials or gradients, [num_rows, width] bfloat16, and for as many rows of a float32 tile."""
+    """Return memory for exponentials or dz, [num_rows, width] bfloat16, and flat float32 memory for one tile of num_rows rows."""
     size = (num_rows * width + 1) // 2
     buffer = host_buffer(size + num_rows * columns)
     return buffer[:size].view(torch.bfloat16)[: num_rows * width].view(num_rows, width), buffer[size:]
 
 
 def _block(memory: Tensor, num_rows: int, tile: slice) -> Tensor:
-    """Return a contiguous view [num_rows, columns of the tile] of the start of this memory."""
+    """Return a contiguous view [num_rows, columns of the tile] of the start of `memory`, which is flat."""
     columns = tile.stop - tile.start
     return memory[: num_rows * columns].view(num_rows, columns)

@@ -18,9 +18,12 @@ from marsrl.kernels.head.support import Support, check_support
 class Head:
     """Weight shard, targets, temperature and support of one call of a fused op.
 
-    weight: [V, H], for the V columns of the vocabulary from first_column on; those after the first num_columns are padding.
-    targets: [T] int64, columns of the whole vocabulary. inverse_temperature: [T] float32; None: all tokens have
-    inverse_temperature_of_all.
+    weight: [V, H], one row per column of the logits. This shard has V columns, beginning with first_column of the whole
+        vocabulary.
+    num_columns: number of real columns of this shard; the other columns, at its end, are padding.
+    vocab_size: number of real columns of the whole vocabulary.
+    targets: [T] int64, columns of the whole vocabulary.
+    inverse_temperature: [T] float32; None: all tokens have inverse_temperature_of_all.
     """
 
     op: str
@@ -71,7 +74,7 @@ def make_head(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> Head:
-    """Check the arguments that fused heads have in common; bad_values.py checks the tensors' values.
+    """Check the arguments that fused heads have in common, and return a Head. bad_values.py checks the tensors' values.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

@@ -47,7 +47,7 @@ def linear_logprob(
         targets: [T] int, token ids of the whole vocabulary.
         temperature: a positive, finite number, or [T] float of such numbers. It gets no gradient.
         tp_group: process group over which the vocabulary is sharded; its ranks have the same hidden and targets. The gradient of
-            hidden is then only this shard's part, and the caller sums it over the group, as Megatron's copy_to and gather_from
+            hidden is then only this shard's part; the caller must sum it over the group, as Megatron's copy_to and gather_from
             regions do.
         real_vocab_size: number of real columns of the whole vocabulary; those after them are padding, with p = 0 and gradient 0.
             None: no padding.
@@ -56,7 +56,7 @@ def linear_logprob(
 
     Raises:
         ValueError: names the argument, what was found and what was expected. For a target out of range or an invalid temperature
-            the token is named; on a device, raise_bad_values raises this later.
+            it also names the token; on a device, such values are reported later, by raise_bad_values.
     """
     if torch.compiler.is_compiling():
         if tp_group is None:
@@ -89,7 +89,7 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """Convert the arguments of the traced op to those of the op. per_token, of_all: temperature [T], or one for all tokens."""
+    """Convert the arguments of the traced op to those of the op. The temperature is per_token [T], or of_all if that is None."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)
@@ -102,7 +102,7 @@ def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
 
 
 class _Kernels:
-    """Kernels of linear_logprob; four numbers per token are saved, and the backward recomputes the logits."""
+    """Kernels of linear_logprob, which save four numbers per token; the backward recomputes the logits."""
 
     def __init__(self, rows: RowKernels):
         self._rows = rows

@@ -1,4 +1,4 @@
-"""RL loss, and its gradient with respect to hidden states and head weight, without storing the logits."""
+"""RL loss of an output head, and its gradients with respect to hidden states and weight, without storing the logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,26 +40,27 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """Compute the loss of inputs.objective for softmax(hidden @ weight.T / temperature); the forward also computes the gradient.
 
-    With c = dL/dlog p and e = dL/dH, the gradients are as below. A token-level objective gives c and e from the token's own
-    log-prob and entropy, so one computation of the logits suffices:
+    A token-level objective has derivatives c = dL/dlog p and e = dL/dH that depend only on the token's own log-prob and entropy.
+    Computing the logits once therefore gives the loss and all gradients:
 
         dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
 
-    Logits are computed one chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only the
-    computation of their logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, first need the
-    log-probs of whole sequences, so they compute the logits twice.
+    Logits are computed one chunk at a time, in float32. Rows outside the mask cost nothing; rows with c = e = 0 cost only their
+    logits. Two kinds of objective compute the logits twice, because they first need the log-probs of whole sequences:
+    sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs.
 
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: see linear_logprob. Targets are not read where
             the mask is off.
         inputs: the other inputs of the loss. Supervised training uses token_advantages with old_logprobs=None, which gives the
             gradient of sum_t w_t log p_t.
-        main_grad: [V, H] float32. The backward adds dW to it, once per forward; a forward that is discarded or recomputed
-            (activation checkpointing) leaves it unchanged. The op's gradient of weight is then None. If the weight has Megatron's
-            `grad_added_to_main_grad`, that flag is set and a placeholder is returned for Megatron's hooks.
+        main_grad: [V, H] float32, Megatron's buffer of the weight's gradient. The backward adds dW to it; a forward never changes
+            it, so discarded or recomputed forwards (activation checkpointing) are safe. Autograd then gets None as the gradient
+            of weight. If the weight has Megatron's attribute `grad_added_to_main_grad`, it is set, and autograd gets a
+            placeholder for Megatron's hooks instead.
 
-    torch.compile breaks its graph here, because an op of torch.library can pass only tensors to its backward. This op also needs
-    a process group, main_grad, and gradients that the forward computed for a single backward.
+    torch.compile breaks its graph at this op. An op of torch.library can pass only tensors to its backward, but this op also
+    passes a process group, main_grad, and gradients that the forward computed for a single backward.
 
     Returns:
         PolicyLoss. Only `.loss` is differentiable with respect to hidden and weight, and only once.
@@ -133,7 +134,7 @@ class _FusedLoss(torch.autograd.Function):
         main_grad: MainGrad | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
-        return loss.clone()  # autograd would make a returned input a view
+        return loss.clone()  # a copy, because autograd turns an input that is returned into a view
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
@@ -188,8 +189,8 @@ def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradien
     gradients_of: policy_gradients, or a function with its signature.
 
     Rows outside the mask never enter the first GEMM, and rows that are not active never enter the backward GEMMs. If m is the
-    share of rows in the mask and a the share of active rows, this takes (2m + 4a) THV FLOPs, or (2m + 6a) THV in two passes, if
-    the objective first needs the log-probs of whole sequences.
+    share of rows in the mask and a the share of active rows, one pass takes (2m + 4a) THV FLOPs. If the objective first needs the
+    log-probs of whole sequences, two passes take (2m + 6a) THV.
     """
     kernels, head, hidden, tokens, wanted = load(), call.head, call.hidden.detach(), call.tokens, call.wanted
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
@@ -227,7 +228,7 @@ def _by_quack(call: _Call) -> PolicyLoss:
     try:
         return _run(load, _gradients_by_quack, call)
     except UnlikelyTarget:
-        pass  # retry outside of this block, at whose end the exception frees this attempt's buffers
+        pass  # retry after this block, so that the exception no longer holds the first attempt's buffers
     return _run(load, policy_gradients, call)
 
 

@@ -1,4 +1,4 @@
-"""Copies of tokens as rows sorted by expert, with the router's weights, and sums of each token's rows on the way back."""
+"""Token permutation of a mixture-of-experts layer: copy tokens to rows sorted by expert, and sum each token's rows."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +17,9 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 class RowOrder(NamedTuple):
-    """Order of the R rows of T tokens, sorted by expert and then by token. All tensors are int64, made without synchronisation.
+    """Order of R rows, one per pair of a token and its expert, sorted by expert and then by token. T: number of tokens.
+
+    All tensors are int64, and are made without synchronisation with a device.
 
     token_of [R]: the token of each row.
     row_of [R]: the rows of token 0 in the order of its experts, then those of token 1, and so on.
@@ -56,10 +58,10 @@ class RowOrder(NamedTuple):
 
 
 def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-    """Return a row for each expert of each token, and its weight; differentiable.
+    """Return one row for each expert of each token, and the row's weight; differentiable.
 
-    A token's gradient is the sum of its rows' gradients. It is taken in float32, in the order of the token's experts, and rounded
-    once, so every run gives the same bits. The backward keeps only the order, neither hidden nor weights.
+    The gradient of a token is the sum of its rows' gradients, added in float32, in the order of the token's experts, and rounded
+    once, so every run gives the same bits. Only the order is saved for the backward, neither hidden nor weights.
 
     Args:
         hidden: [T, H] float.
@@ -86,10 +88,10 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
 
 
 def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
-    """Sum each token's rows, 0 for a token without rows; differentiable.
+    """Sum each token's rows; a token without rows gets 0. Differentiable.
 
-    Sums are taken in float32, in the order of the token's experts, and rounded once, so every run gives the same bits. The
-    backward keeps only the order.
+    Rows are added in float32, in the order of the token's experts, and the sum is rounded once, so every run gives the same bits.
+    Only the order is saved for the backward.
 
     Rows must already be multiplied by the router's weights. swiglu does this between an expert's two layers, where rows are
     narrower.

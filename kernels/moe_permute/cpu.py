@@ -1,7 +1,7 @@
-"""Copies of tokens as rows, and sums of rows, by PyTorch's CPU kernels, which read each value once and sum in row order in
-float32.
+"""Copies of tokens to rows, and sums of rows, by PyTorch's CPU kernels.
 
-PyTorch's GPU kernels are not used, because the order of their sums is unspecified.
+They read each value once, and sum in float32, in the order of the rows. PyTorch's GPU kernels are not used, because the order of
+their sums is unspecified.
 """
 
 from torch import Tensor

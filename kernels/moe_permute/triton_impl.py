@@ -1,4 +1,4 @@
-"""Copies of tokens as rows, and sums of rows, in Triton, with one program per token. The host never waits for the device.
+"""Copies of tokens to rows, and sums of rows, in Triton, with one program per token. The host never waits for the device.
 
 A program reads its token once and writes it to all of its rows, or sums its rows one after the other, without atomics.
 """

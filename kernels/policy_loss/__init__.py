@@ -1,4 +1,4 @@
-"""RL loss of packed tokens with given log-probs."""
+"""RL loss of packed tokens, computed from their log-probs and entropies."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         sums = terms.sums()
         if torch.is_grad_enabled() and (logprobs.requires_grad or entropy.requires_grad):
             loss = _Loss.apply(logprobs, entropy, terms, sums)
-        else:  # no graph: with few tokens a node takes a tenth of the op's time
+        else:  # without an autograd node, which would take a tenth of the op's time if tokens are few
             loss = total_loss(sums)
         if tokens.mask is not None:
             zero = logp.new_zeros(())  # shared, because each literal 0.0 would become a tensor
@@ -53,7 +53,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
 
 
 class _Loss(torch.autograd.Function):
-    """Autograd node of the loss; its gradient is the coefficients that the row kernel computed."""
+    """Autograd node of the loss. Its gradients are the coefficients that the row kernels computed in the forward."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, sums: Tensor) -> Tensor:

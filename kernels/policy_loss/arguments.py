@@ -23,7 +23,11 @@ _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
 
 
 def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossInputs) -> PolicyTokens:
-    """Check the inputs of T tokens; ValueError names the argument, what was found and what was expected."""
+    """Check a loss's inputs for num_tokens tokens, and expand them to one element per token.
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
     objective, num_agents, normaliser = inputs.objective, inputs.num_agents, inputs.normaliser
     if not isinstance(objective, PolicyObjective):
         raise ValueError(f"{op}: objective is a {type(objective).__name__}, expected a PolicyObjective")
@@ -81,7 +85,10 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
 
 
 def _sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Return sequence_of_tokens. The CPU needs one C call; PyTorch's three calls take 5 % of the op's time if tokens are few."""
+    """Return [T] int64, the sequence of each token, like sequence_of_tokens.
+
+    On the CPU this is one C call. If tokens are few, PyTorch's three calls would take 5 % of the op's time.
+    """
     if cu_seqlens.device.type != "cpu" or why_no_cpu_library() is not None:
         return sequence_of_tokens(cu_seqlens, num_tokens)
     bounds = cu_seqlens.contiguous()

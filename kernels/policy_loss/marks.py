@@ -14,8 +14,9 @@ from marsrl.kernels.policy_loss.reference import policy_terms
 class TokenMarks:
     """Marks of tokens, each [T] bool, False where the mask is off.
 
-    clipped: the clip is active, as counted in PolicyLoss.agent_sums. gated: the token is masked because it is well mastered, or
-    dropped. masked: the token is gated, or masked by a correction, and adds nothing to the loss.
+    clipped: the clip is active, as counted in PolicyLoss.agent_sums.
+    gated: the token is dropped, or masked by the gate.
+    masked: the token is gated, or masked by a correction, and adds nothing to the loss.
     """
 
     clipped: Tensor

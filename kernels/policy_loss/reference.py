@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms of each trained token: its loss (differentiable), its KL times importance, and what happened to it."""
+    """Per trained token: its loss (differentiable), its KL times its importance, and whether it is clipped, masked or clamped."""
 
     loss: Tensor
     kl: Tensor
@@ -27,9 +27,9 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """Evaluate the objective at the tokens `kept` [n] int64; logp, entropy: [n] of these tokens, in any float dtype.
+    """Evaluate the objective at the tokens `kept` [n] int64. logp, entropy: [n], these tokens' values, in any float dtype.
 
-    Values of masked tokens are replaced before any computation: the gradient of NaN times 0 would be NaN.
+    Values of masked tokens are replaced before any computation, because NaN times a gradient of 0 would be NaN.
     """
     dtype, objective = logp.dtype, tokens.objective
 
@@ -72,9 +72,9 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
     def read(values: Tensor) -> Tensor:
         return torch.where(is_masked, zeros, values)
 
-    # Any NaN or infinity from here on was read by a trained token.
+    # `read` replaces values of masked tokens by 0, so a NaN or infinity below comes from a token that counts.
     kl = importance * _divergence(log_reference, objective.kl)  # the metric "kl" includes masked tokens
-    moved = read(logp) - read(current)  # value 0, gradient of logp
+    moved = read(logp) - read(current)  # 0, but with the gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
     log_ratio, drift = read(log_ratio), read(drift)
     log_reference, log_importance, importance = read(log_reference), read(log_importance), read(importance)

@@ -21,8 +21,8 @@ def needs_whole_sequences(tokens: PolicyTokens) -> bool:
 def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
     """Create the evaluator of the objective for these tokens.
 
-    logprobs, entropy: [T] float32, contiguous; a token's elements are read when `evaluate` gets the token. If
-    needs_whole_sequences, all must be set before this call.
+    logprobs, entropy: [T] float32, contiguous. A token's elements are read when it is evaluated, so they may be set until then.
+    If needs_whole_sequences is True, all elements must be set before this call.
     """
     log_ratio, log_drift = _of_whole_sequences(tokens, logprobs)
     prepared: dict[str, Any] = {
@@ -67,7 +67,7 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
 
 
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return (log_ratio, log_drift), each [T] float32, a mean over the token's sequence, or None if the token's own is used."""
+    """Return (log_ratio, log_drift), each [T] float32, the mean of the token's sequence; None: tokens use their own values."""
     objective, log_ratio, log_drift = tokens.objective, None, None
 
     def means(values: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at onc
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = False, rotation: Tensor | None = None
 ) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight; differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
+    """Compute x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv:1910.07467, equation 4); differentiable.
 
-    A rotary embedding may follow the norm, as for queries and keys: columns i and N/2 + i (a pair in Qwen and Llama) are rotated
-    by angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
+    With `rotation`, a rotary embedding follows the norm, as for queries and keys (Su et al., arXiv:2104.09864, section 3.2.2):
+    columns i and N/2 + i, a pair in Qwen and Llama, are rotated by angle i of the row's token.
 
-    The arithmetic is float32, rounded once at the end. The backward keeps x, weight and one float32 number per row. The gradient
-    of the weight is summed in float32 or float64. Evenly strided rows, such as the key heads in a fused projection, are read in
-    place.
+    The arithmetic is float32, rounded once at the end. x, weight and one float32 number per row are saved for the backward. The
+    gradient of the weight is summed in float32 or float64. Evenly strided rows, such as the key heads in a fused projection, are
+    read in place.
 
     On a GPU the backward reads x and the incoming gradient once. PyTorch's fused norm reads them twice, once per computed
     gradient, and first copies strided rows. Not timed on a GPU.
@@ -37,7 +37,7 @@ def rms_norm(
         weight: [N] float, which may have another dtype.
         eps: added to the mean square, which keeps rows of zeros finite.
         is_zero_centred: multiply rows by 1 + weight instead of weight, like Megatron's layernorm_zero_centered_gamma.
-        rotation: [T, N] float32 for x [T, ..., N]: the cosines of each token's N/2 angles, then the sines; gets no gradient.
+        rotation: [T, N] float32 for x [T, ..., N]: the cosines of each token's N/2 angles, then the sines. It gets no gradient.
             None: rows are not rotated.
 
     Returns:

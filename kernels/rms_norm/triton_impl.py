@@ -15,12 +15,12 @@ from torch import Tensor
 from marsrl.kernels.triton_machine import on_device_of
 
 ELEMENTS = 2048  # elements per program for rows of at most this length: 16 per thread
-PROGRAMS = 512  # programs of the backward, each with a partial weight gradient: at least 8 warps per multiprocessor
+PROGRAMS = 512  # upper bound of the backward's programs, each of which has a partial sum of the weight's gradient
 
 
 @triton.jit
 def _cos_and_sin(rotation, token, column, is_in, half):
-    """Load each column's cosine, and its sine with the sign that the pair's other column gets in the rotation."""
+    """Load each column's cosine, and its sine with the sign by which the rotation multiplies the pair's other column."""
     at = rotation + token * 2 * half + (column % half)[None, :]
     sin = tl.load(at + half, mask=is_in, other=0.0)
     return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)

@@ -12,8 +12,8 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """Return each sequence's sum of values [T] over its tokens in mask [T], and the number of those tokens, as [2, S] float64.
 
-    values may have any float dtype, and are not read where the mask is off. mask None: all tokens. cu_seqlens: [S+1] int. The
-    arguments are not checked.
+    values: any float dtype; not read where mask is False. mask: None for all tokens. cu_seqlens: [S+1] int. The arguments are not
+    checked.
     """
     return _OP(values, mask, cu_seqlens)
 

@@ -14,9 +14,9 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute silu(gate) * up, times a router's weight if given; differentiable; Shazeer, arXiv:2002.05202, equation 6.
+    """Compute silu(gate) * up (Shazeer, arXiv:2002.05202, equation 6), times a router's weight if given; differentiable.
 
-    The arithmetic is float32, rounded once at the end. The backward keeps only `products` and `weights`.
+    The arithmetic is float32, rounded once at the end. Only `products` and `weights` are saved for the backward.
 
     Args:
         products: [..., 2 F] float: each row has the gate [F], then up [F].

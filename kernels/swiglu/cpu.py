@@ -10,7 +10,7 @@ from marsrl.kernels.library import cpu_library
 
 
 def weights_as_read(weights: Tensor | None) -> Tensor | None:
-    """Return weights as [R] float32, contiguous; for None, None, which means 1."""
+    """Return weights [R] as contiguous float32; None, which means 1, stays None."""
     return None if weights is None else weights.float().contiguous()
 
 

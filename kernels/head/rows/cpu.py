@@ -70,11 +70,14 @@ class CpuRowKernels(RowKernels):
         partials: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Return the partials [4, R] of a vocabulary tile (RowKernels.partials), and write e^d to out [R, columns] bfloat16.
+        """Compute the statistics and exponentials e^d of a vocabulary tile.
 
-        out: 0 in padding columns; rows may be strided. None: only the partials are wanted.
-
-        logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
+        logits: [R, columns] float32, row-major.
+        head: Head.tile of these columns.
+        targets, inverse_temperature: [R], of these rows.
+        partials: [4, R] float64, receives the statistics that RowKernels.partials defines.
+        out: [R, columns] bfloat16, receives e^d, and 0 in padding columns; rows may be strided. None: exponentials are not
+            stored.
         """
         library.cpu_library().marsrl_row_partials(
             *(logits, head.width, logits.shape[0], head.num_columns, targets - head.first_column, inverse_temperature),
@@ -91,10 +94,12 @@ class CpuRowKernels(RowKernels):
         slopes: Slopes,
         out: Tensor,
     ) -> None:
-        """Write dz of the rows `kept` [n] int64 of exponentials [R, columns] to out [n, columns] float32.
+        """Compute dz (RowKernels.gradients) of some rows of a vocabulary tile from their exponentials.
 
-        tokens [n]: the tokens of these rows. maxima [R] float64: the first row of the tile's partials. RowKernels.gradients
-        defines dz; dz of the target is computed from the float32 statistics.
+        exponentials: [R, columns] bfloat16, as written by the method `exponentials`.
+        maxima: [R] float64, the first row of the tile's partials.
+        kept: [n] int64, the rows to compute. tokens: [n] int64, the tokens of these rows.
+        out: [n, columns] float32, receives dz. The target's dz is computed from the float32 statistics in `slopes`.
         """
         library.cpu_library().marsrl_exponential_gradients(
             *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
@@ -105,7 +110,7 @@ class CpuRowKernels(RowKernels):
 
 
 class CpuPolicyTerms:
-    """PolicyTerms in one pass over the given tokens, with sums in float64."""
+    """PolicyTerms by csrc/cpu, with sums in float64."""
 
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
@@ -124,7 +129,7 @@ class CpuPolicyTerms:
     ) -> LateCount:
         """Compute statistics, objective and gradients in one pass over each row; one rank must have the whole vocabulary.
 
-        statistics.logprobs and .entropy are the arrays that RowKernels.policy_terms reads.
+        statistics.logprobs and statistics.entropy must be the arrays that were passed to RowKernels.policy_terms.
         """
         assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "the terms were created for other log-probs"
         _check_place(logits, out)
@@ -147,13 +152,13 @@ class CpuPolicyTerms:
 
 
 def _check_place(logits: Tensor, out: Tensor) -> None:
-    """Assert that logits and gradients share memory, because csrc/cpu works in place."""
+    """Assert that the gradients overwrite the logits, as csrc/cpu requires."""
     assert out.dtype == torch.float32, f"gradients are {out.dtype}"
     assert out.data_ptr() == logits.data_ptr(), "gradients on the CPU take the place of the logits"
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """Return a struct with the addresses of the inputs and of `arrays` (log-probs, entropies, outputs); it keeps them alive."""
+    """Return a struct of the addresses of the inputs and of `arrays` (log-probs, entropies, outputs); it does not own them."""
     t = tokens
     inputs = (
         *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),

@@ -11,9 +11,9 @@
 dz is the gradient of the loss with respect to the logits. A row is active if its token's coefficient or entropy_coefficient is
 not 0; dz of other rows is 0 and never computed.
 
-A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py).
+For a bfloat16 model on the CPU, tiles.py runs these steps one vocabulary tile at a time.
 
-Arrays [T] have an element for every packed token; a kernel reads and writes the elements of its rows' tokens.
+Arrays [T] have one element per packed token; a kernel reads and writes only the elements of its rows.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,8 @@ class PolicyTerms(Protocol):
     def in_one_walk(self) -> "Callable[[Tensor, Rows, Head, Statistics, Tensor, Tensor], LateCount] | None":
         """Function that does RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, while a row is in the cache.
 
-        Its arguments are logits, rows, head, statistics, out and active. None: there is no such function, as on a device.
+        Its arguments are logits, rows, head, statistics, out and active. None if the implementation has no such function, as on a
+        device.
         """
 
     def evaluate(self, rows: Rows) -> None:
@@ -89,17 +90,18 @@ class PolicyTerms(Protocol):
     def sums(self) -> Tensor:
         """Return sums over the tokens evaluated so far: [A, len(METRICS)] float64, per agent, in the order of objective.METRICS.
 
-        The bits are the same in every run.
+        Bitwise reproducible.
         """
 
 
 class RowKernels:
     """Operations on rows of logits, by one implementation.
 
-    is_host: results are complete when a call returns, and `gradients` overwrites the logits; otherwise calls queue work on
-    the current stream without waiting, and `gradients` writes to a second buffer.
+    is_host: if True, results are complete when a call returns, and `gradients` overwrites the logits. If False, calls queue work
+    on the current stream without waiting, and `gradients` writes to a second buffer.
 
-    product: result of `multiply`, by default the raw logits [R, V] float32, row-major, before the temperature.
+    The argument `product` is what `multiply` returned, by default the raw logits [R, V] float32, row-major, before the
+    temperature.
     """
 
     is_host: bool
@@ -113,14 +115,13 @@ class RowKernels:
     def statistics(self, product: Any, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows.
 
-        Columns from head.num_columns to the stride of the logits are padding, and are not read. Unless is_host, a target outside
-        the vocabulary gives NaN, and check_values reports it.
+        Columns from head.num_columns to the stride of the logits are padding, and are not read. If is_host is False, a target
+        outside the vocabulary makes the log-prob NaN; bad_values.py reports such targets.
         """
         raise NotImplementedError
 
     def partials(self, product: Any, rows: Rows, head: "Head") -> Tensor:
-        """Return partial statistics of this vocabulary shard, [4, R] float64: maximum, sum e^d, sum d e^d, raw logit of the
-        target.
+        """Return this shard's partial statistics, [4, R] float64: maximum, sum e^d, sum d e^d, the target's raw logit.
 
         The target's logit is 0 if another shard owns the target. d is relative to the maximum of this shard, which is -inf if the
         shard is all padding.
@@ -130,7 +131,8 @@ class RowKernels:
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
         """Create the evaluator of the objective for one call of a loss.
 
-        All arrays are contiguous, and floats are float32. A token's logprobs and entropy [T] must be set before it is evaluated.
+        logprobs, entropy: [T] float32; a token's elements must be set before the token is evaluated. All arrays, including those
+        of `tokens`, are contiguous, and floats are float32.
         """
         raise NotImplementedError
 
@@ -141,8 +143,9 @@ class RowKernels:
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 
-        with c = dL/dlogp, e = dL/dH and temperature tau; 0 in padding columns. 1 - p of the target is computed by expm1. out: [>=
-        R, V] in the GEMM's dtype (bfloat16 or float32), a second buffer; if is_host, the float32 logits themselves. active: [>=
-        R] int64.
+        with c = dL/dlogp, e = dL/dH and temperature tau; 0 in padding columns. 1 - p of the target is computed by expm1.
+
+        out: [>= R, V] in the GEMM's dtype (bfloat16 or float32), a second buffer; if is_host, the float32 logits themselves.
+        active: [>= R] int64.
         """
         raise NotImplementedError

@@ -69,8 +69,8 @@ class Rows:
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
         """Yield these rows in order, in chunks whose sizes repeat `sizes` in a cycle; the last chunk holds the rest.
 
-        A row's result therefore does not depend on the number of rows. If the count is still pending, an upper bound decides the
-        size of the first chunk; the true count decides the sizes of the other chunks.
+        Where a chunk begins does not depend on the number of rows, so neither do the bits of a row's result. If the count is
+        still pending, its upper bound limits the first chunk, and the true count the others.
         """
         rows, begin = self, 0
         for size in cycle(sizes):

@@ -11,12 +11,12 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
-# Number of columns in a piece, which one program reads. 151936 columns are 5 pieces, so that even 15 rows keep 75 multiprocessors
-# busy. A piece of 128 KiB is long enough to run at memory bandwidth. Not measured yet.
+# Columns of a row that one program reads, called a piece. 151936 columns are 5 pieces, so that even 15 rows keep 75
+# multiprocessors busy. A piece (128 KiB) is long enough to run at memory bandwidth. Not measured yet.
 PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # columns per step of the loop: 16 elements per thread
 NUM_WARPS = 8
-JOIN_ELEMENTS = 256  # rows x pieces that a joining program reads per step
+JOIN_ELEMENTS = 256  # rows x pieces that a program of finish_rows or join_pieces reads per step
 JOIN_PIECES = 32
 BLOCK_TOKENS = 1024
 
@@ -66,7 +66,7 @@ class TritonRowKernels(RowKernels):
 
 
 class TritonPolicyTerms:
-    """PolicyTerms without atomics: each block of tokens has its own sums, which `sums` adds."""
+    """PolicyTerms without atomics: a kernel stores separate sums for each block of tokens, and the method `sums` adds them."""
 
     in_one_walk = None
 
@@ -152,9 +152,10 @@ def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | Non
 
 
 def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Return the block sizes for joining pieces. A program takes more rows if there are fewer pieces per row.
+    """Return the block sizes of finish_rows and join_pieces: rows, and pieces per step.
 
-    It takes at least 8 rows, because their float32 partials fill a 32-byte sector of memory. 768 rows then take 96 programs.
+    The fewer pieces a row has, the more rows a program takes. It takes at least 8, whose float32 partials fill a 32-byte sector
+    of memory; 768 rows then take 96 programs.
     """
     at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
@@ -166,7 +167,7 @@ def _with_padding(rows: Tensor) -> Tensor:
 
 
 def _pieces_of_rows(width: int) -> dict[str, int]:
-    """Return launch sizes whose step is no wider than a row, so that small vocabularies leave no lanes idle."""
+    """Return the launch options of kernels over pieces. BLOCK is smaller for short rows, so that few lanes are idle."""
     block = min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
     return {"PIECE": PIECE_COLUMNS, "BLOCK": block, "num_warps": NUM_WARPS}
 

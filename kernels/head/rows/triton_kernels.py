@@ -3,13 +3,13 @@
     row_partials      computes maximum, sum e^d, sum d e^d and target logit of each piece of a row; reads the logits once
     finish_rows       computes a row's log-prob, entropy, maximum and log_sum from its pieces
     join_pieces       combines the pieces of a vocabulary shard's row into its partials (RowKernels.partials)
-    policy_terms      computes each token's coefficients, and sums per agent of each block, which are added in order later
+    policy_terms      computes each token's coefficients, and the sums per agent of each block of tokens
     list_active       lists the active rows, and their index in the gradient buffer
     row_gradients     writes dz of the active rows; reads the logits a second time
 
 The pieces of a row depend only on its length, so a row's result does not depend on how many rows there are. No sum uses atomics,
-so every run gives the same bits. The few exponentials per row are float64, which costs nothing and keeps the last digits of log p
-and 1 - p.
+so every run gives the same bits. Exponentials that are needed once per row are computed in float64: this costs nothing, and keeps
+the last digits of log p and 1 - p.
 """
 
 import triton
@@ -17,10 +17,10 @@ import triton.language as tl
 
 from marsrl.kernels.head import objective
 
-# Arguments that differ from chunk to chunk, for whose values Triton must not compile separate kernels.
+# Arguments that differ from chunk to chunk: Triton must not compile a separate kernel for each of their values.
 VARYING = ("num_rows", "first")
-LOWEST = tl.constexpr(-3.4e38)  # stands for the maximum of no elements: differences of -inf would be NaN
-# Stands for -inf as an exponent: its exponential is 0 too, but its product with 0 is not NaN.
+LOWEST = tl.constexpr(-3.4e38)  # maximum of zero elements; with -inf, the difference of two would be NaN
+# Replaces -inf as an exponent: its exponential is also 0, but its product with 0 is 0 instead of NaN.
 NOTHING = tl.constexpr(-1e4)
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
 NUM_SUMS = tl.constexpr(len(objective.METRICS))
@@ -103,7 +103,7 @@ def row_partials(
 
 @triton.jit
 def joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES: tl.constexpr):
-    """Join partials [4, pieces, stride] of whole rows.
+    """Combine the partials [4, pieces, stride] of each row's pieces.
 
     Returns (maximum, sum e^d, sum d e^d, target logit), with d relative to the maximum. The sums are float64, the others float32.
     """
@@ -416,8 +416,8 @@ def row_gradients(
     inverse_temperature,
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
-    place_of,  # [num_rows] int32 of list_active
-    out,  # [.., out_stride] in the GEMM's dtype; 0 after the real columns
+    place_of,  # [num_rows] int32, from list_active
+    out,  # [.., out_stride] in the GEMM's dtype; padding columns receive 0
     out_stride,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), which writes exponentials instead of logits.
+"""Head that uses QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose epilogue writes exponentials, not logits.
 
 This moves 6 bytes per logit through memory; cuBLAS and the row kernels move 18.
 """
@@ -20,12 +20,12 @@ ROWS = 128  # rows per tile of a product, and columns per tile of the vocabulary
 
 
 class UnlikelyTarget(ArithmeticError):
-    """Raised if a target's log-prob is below -69: exponentials relative to that target overflow bfloat16."""
+    """A target has a log-prob below -69, so exponentials relative to its logit may overflow bfloat16."""
 
 
 @cache
 def machine_lacks_quack() -> str | None:
-    """Return None if a GPU is there and QuACK can be imported, else the reason."""
+    """Return None if there is a GPU and QuACK can be imported, else the reason."""
     if reason := machine_lacks_cuda():
         return reason
     if find_spec("quack") is None:

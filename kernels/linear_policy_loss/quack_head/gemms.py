@@ -1,10 +1,10 @@
 """First product of a head by QuACK's GEMM for Hopper (CuTe DSL), which writes exponentials instead of logits. Imports QuACK.
 
-    exponentials[r, v] = e^(z - m_r)      m_r: close to the target's z
+    exponentials[r, v] = e^(z - m_r)      z: logit / temperature; m_r: close to the target's z
 
 bfloat16 has the exponent range of float32, so no precision is lost as long as m_r is within 69 of the row's largest z. QuACK's
-own loss (quack/linear_cross_entropy.py) uses a different m for every 128 columns of a row, and scales an operand of the other two
-products by it.
+own loss (quack/linear_cross_entropy.py) instead uses a different m for every 128 columns of a row, and corrects for this by
+scaling an operand of the other two products.
 """
 
 # mypy: ignore-errors
@@ -50,7 +50,7 @@ def exponentials(
     """Compute e^d with d = z - m into out [R, V] bfloat16, and the sums of e^d and d e^d per row and tile, [R, V / TILE] float32.
 
     hidden [R, H] and weight [V, H] are bfloat16; inverse_temperature and offsets (m) are [R] float32; targets are [R] int64.
-    target_logits [R] float32 receives z of the target, and is left as it is where the target is not in 0 .. V - 1.
+    target_logits [R] float32 receives z of the target. It stays unchanged where the target is outside 0 .. V - 1.
     """
     _exponentials.gemm(
         hidden,

@@ -6,8 +6,8 @@ terms.evaluate: coefficients of the objective                               head
 changed exponentials and a factor v per row, with dz = v exponentials       triton_kernels.py
 dX = v (exponentials @ weight),   dW += exponentials.T @ (v hidden)         head/gemms.py, by cuBLAS
 
-The host reads the number of active rows before the last two products. So that the device is busy meanwhile, the first rows of the
-next chunk's product are queued beforehand, into a separate buffer.
+The host must read the number of active rows before it can queue the last two products. To keep the device busy meanwhile, it
+first queues the first rows of the next chunk's product, which are written to a separate buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, gemms, triton_kernels
 from marsrl.kernels.triton_machine import on_device_of
 
-# Bytes of the separate buffer. At V = 151936, H = 2048 it has 768 rows, which should take an H200 about 0.6 ms. Meanwhile the
+# Size of the separate buffer. At V = 151936, H = 2048 it has 768 rows, which should keep an H200 busy for about 0.6 ms, while the
 # host reads two numbers and launches the backward GEMMs. Not measured yet.
 AHEAD_BYTES = 224 * 2**20
 
@@ -42,7 +42,7 @@ def quack_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Compute the results of chunked_head.policy_gradients, except that statistics.maximum is the row's offset m (gemms.py).
+    """Do what chunked_head.policy_gradients does, but with each row's offset m (gemms.py) as statistics.maximum.
 
     Raises:
         UnlikelyTarget: exponentials relative to a row's m overflow.
@@ -62,7 +62,7 @@ def quack_gradients(
     while product is not None:
         product.fill_rest(ahead)
         chunk = product.chunk.settled()
-        if chunk.count == 0:  # The first chunk's size was an upper bound.
+        if chunk.count == 0:  # the first chunk's size was only an upper bound
             break
         finish(head, chunk, statistics, product, is_beyond)
         late_beyond = LateCount(is_beyond)
@@ -81,14 +81,14 @@ def quack_gradients(
 
 
 class Product:
-    """First product of a chunk, whose number of rows R is rounded up to whole tiles.
+    """First product of a chunk. Its number of rows, R, is rounded up to whole tiles.
 
     exponentials: [R, V] bfloat16. totals, weighted: [R, tiles] float32, each tile's sums of e^d and d e^d. of_rows: [3, R]
     float32: inverse temperature, offset m and target's logit of each row.
     """
 
     def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
-        """Compute the first rows into `ahead`, while `buffer` is still in use for another chunk."""
+        """Compute the first rows into `ahead`, because `buffer` still holds another chunk. Without `ahead`, compute nothing."""
         self.chunk, self._head, self._hidden = chunk, head, hidden
         self.exponentials = buffer[: _whole(chunk.count)]
         num_rows, tiles = self.exponentials.shape[0], head.width // gemms.TILE

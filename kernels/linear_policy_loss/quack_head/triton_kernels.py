@@ -10,7 +10,7 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-MOST = tl.constexpr(2.0**100)  # largest allowed sum, reached at a target with log p = -69; float32 ends at 2^127
+MOST = tl.constexpr(2.0**100)  # largest allowed sum of exponentials: log p of the target is then -69
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def row_offsets(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute m of each row; 0 for padding rows and for rows without a target. Grid (stride): the rows, padded to whole tiles."""
+    """Compute m of each row; 0 for padding rows, and for targets outside the vocabulary. Grid (rows, including padding rows)."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
@@ -102,7 +102,7 @@ def prepare_rows(
     inverse_temperature,
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
-    place_of,  # [num_rows] int32 of list_active
+    place_of,  # [num_rows] int32, from list_active
     packed,  # [.., columns] bfloat16: receives the active rows; None: all rows stay in place, and those not active become 0
     v,  # [rows of packed, or num_rows] float32
     PIECE: tl.constexpr,
