@@ -28,10 +28,10 @@ def check(
         raise RuntimeError(f"{op} does not support torch.func transforms (vmap, grad, jvp); call it outside of them")
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
-    found = tensor.shape
-    if found != shape and not _fits(found, shape):
+    actual = tensor.shape
+    if actual != shape and not _fits(actual, shape):
         expected = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{op}: {name} has shape {list(found)}, expected [{expected}]")
+        raise ValueError(f"{op}: {name} has shape {list(actual)}, expected [{expected}]")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{op}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}, expected {names}")
@@ -47,8 +47,8 @@ def check_cu_seqlens(
     if cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
     if cu_seqlens.device.type == "cpu" and not _rises(cu_seqlens, num_tokens):
-        found = _short(cu_seqlens.tolist())
-        raise ValueError(f"{op}: {name} is {found}, expected to rise from 0 to {num_tokens} tokens")
+        bounds = _short(cu_seqlens.tolist())
+        raise ValueError(f"{op}: {name} is {bounds}, expected to rise from 0 to {num_tokens} tokens")
     return cu_seqlens.numel() - 1
 
 
@@ -68,8 +68,8 @@ def why_not_double(name: str, tensor: Tensor | None) -> str | None:
     return f"{name} is float64, the kernels compute in float32"
 
 
-def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
-    return len(found) == len(shape) and all(want is None or have == want for have, want in zip(found, shape))
+def _fits(actual: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    return len(actual) == len(shape) and all(want is None or have == want for have, want in zip(actual, shape))
 
 
 def _rises(bounds: Tensor, end: int) -> bool:

@@ -146,5 +146,5 @@ class Gradient:
         return self.implementation("reference", lambda: Recomputed(function), why_not)
 
 
-def _as_tuple(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

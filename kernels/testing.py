@@ -38,7 +38,7 @@ def off_by_an_ulp(values: Tensor) -> Tensor:
 
 def assert_accurate(
     name: str,
-    found: Tensor,
+    result: Tensor,
     exact: Tensor,
     plain: Tensor,
     scale: float = 0.0,
@@ -46,7 +46,7 @@ def assert_accurate(
     terms: int = 1,
     apart: Tensor | None = None,
 ) -> None:
-    """Fail unless `found` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
+    """Fail unless `result` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
 
     The largest error of all entries may be twice plain PyTorch's, or 4 ulp of the largest value. The norm of a block's errors may
     be twice plain PyTorch's, or _ROUNDING times the block's norm. Blocks show errors that a few large entries elsewhere would
@@ -54,7 +54,7 @@ def assert_accurate(
 
     Args:
         name: Name of the result in the message.
-        found: [...] The kernel's result, in its own dtype.
+        result: [...] The kernel's result, in its own dtype.
         exact: [...] float64, the definition's result in float64.
         plain: [...] The definition's result in PyTorch at the kernel's dtype.
         scale: Magnitude of the summed terms, if they cancel and the result is therefore smaller.
@@ -68,13 +68,13 @@ def assert_accurate(
     Raises:
         AssertionError: The message has the error, the allowed error and plain PyTorch's error.
     """
-    assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
-    if found.numel() == 0:
+    assert result.shape == exact.shape, f"{name}: shape {list(result.shape)}, expected {list(exact.shape)}"
+    if result.numel() == 0:
         return
     assert exact.dtype == torch.float64, f"{name}: exact is {exact.dtype}, expected float64"
-    errors, plain_errors = found.double() - exact, plain.double() - exact
+    errors, plain_errors = result.double() - exact, plain.double() - exact
     rounding = None if moved is None else terms**0.5 * (moved - exact)  # error of a sum in another order
-    finfo = torch.finfo(found.dtype)
+    finfo = torch.finfo(result.dtype)
 
     error, plain_error = errors.abs().max().item(), plain_errors.abs().max().item()
     four_ulp = 4 * finfo.eps * max(exact.abs().max().item(), scale)
@@ -89,7 +89,7 @@ def assert_accurate(
         off, base, size, ones = (
             _block_norms(_matrix(values, rows)) for values in (errors, plain_errors, exact, torch.ones_like(exact))
         )
-        limit = torch.maximum(2 * base, _ROUNDING[found.dtype] * torch.maximum(size, scale * ones))
+        limit = torch.maximum(2 * base, _ROUNDING[result.dtype] * torch.maximum(size, scale * ones))
         limit = torch.maximum(limit, negligible * ones)
         if rounding is not None:
             limit = torch.maximum(limit, _block_norms(_matrix(rounding, rows)))

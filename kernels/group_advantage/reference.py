@@ -80,10 +80,10 @@ def less_mean_of_others(
     """
     is_compared = ~compared.isnan()
     values = compared.double()
-    found = set_statistics(values, mean_set_of)
+    of_set = set_statistics(values, mean_set_of)
     own = values.new_zeros(values.shape).index_add_(0, session_of, torch.where(is_compared, values, 0.0))[session_of]
-    others = found.mean + (found.mean - own) / (found.count - 1).clamp(min=1)
+    others = of_set.mean + (of_set.mean - own) / (of_set.count - 1).clamp(min=1)
     # Equal rewards have an advantage of exactly 0, even if their mean is rounded.
     others = torch.where(_are_equal(values, mean_set_of), own, others)
-    is_zero = rewards.isnan() if keeps_single else rewards.isnan() | found.is_single
-    return torch.where(is_zero, 0.0, rewards.double() - torch.where(found.is_single, 0.0, others)).to(rewards.dtype)
+    is_zero = rewards.isnan() if keeps_single else rewards.isnan() | of_set.is_single
+    return torch.where(is_zero, 0.0, rewards.double() - torch.where(of_set.is_single, 0.0, others)).to(rewards.dtype)

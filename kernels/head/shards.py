@@ -44,18 +44,18 @@ def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: St
 class ShardStatistics:
     """Statistics of a chunk while the ranks exchange their shards' parts, four numbers per row.
 
-    flight = ShardStatistics(own, head, rows, is_host)   # starts the all-gather
-    ...                                                  # the logits of the next chunk
+    flight = ShardStatistics(part, head, rows, is_host)   # starts the all-gather
+    ...                                                   # the logits of the next chunk
     flight.put(statistics)
     """
 
-    def __init__(self, own: Tensor, head: Head, rows: Rows, is_host: bool):
-        """Start the all-gather. own: [4, R] float64, the part of this rank."""
+    def __init__(self, part: Tensor, head: Head, rows: Rows, is_host: bool):
+        """Start the all-gather. part: [4, R] float64, the partials of this rank."""
         self._head, self._rows, self._is_host = head, rows, is_host
-        self._own = own  # keeps the tensor alive until it is sent
+        self._part = part  # keeps the tensor alive until it is sent
         world = dist.get_world_size(head.tp_group)
-        self._all = own.new_empty(world * own.shape[0], rows.count)  # [W 4, R] float64
-        self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)
+        self._all = part.new_empty(world * part.shape[0], rows.count)  # [W 4, R] float64
+        self._work = dist.all_gather_into_tensor(self._all, part, group=head.tp_group, async_op=True)
 
     def put(self, out: Statistics) -> None:
         """Wait for the all-gather and fill `out` at the rows of the chunk. All ranks get the same bits."""
