@@ -119,7 +119,10 @@ class Gradient:
         return 0 if self.saves_outputs else self.num_outputs
 
     def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the leading arguments to save for the backward; placeholders without memory replace the unread ones."""
+        """Return the leading arguments to save for the backward.
+
+        Placeholders without memory replace arguments whose values the backward does not read.
+        """
         unread = (tensor.new_empty(()).expand(tensor.shape) for tensor in tensors[: self.num_unread])
         return (*unread, *tensors[self.num_unread :])
 

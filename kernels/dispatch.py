@@ -1,4 +1,4 @@
-"""Dispatch of an op's calls to its implementations, and the reasons why an implementation was not chosen.
+"""Dispatch of an op's calls to its implementations, with the reasons why one is not chosen.
 
 Each op lists its implementations in order of preference; a call runs the first one that supports it. `MARSRL_KERNELS=<name>`
 (such as `cpu` or `reference`) forces one implementation for every op. A call then raises RuntimeError if its op has no
@@ -143,7 +143,11 @@ class Op:
 
 
 def forced_name(op: str) -> str | None:
-    """Return the name that MARSRL_KERNELS forces for this op, or None. Raises ValueError for an unknown op or name."""
+    """Return the name that MARSRL_KERNELS forces for this op, or None.
+
+    Raises:
+        ValueError: MARSRL_KERNELS contains an unknown op or name.
+    """
     if ENVIRONMENT not in os.environ:  # twice as fast as os.environ.get, which catches a KeyError internally
         return None
     text = os.environ[ENVIRONMENT]

@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parent / "_lib"
 
 
 class _pointer:
-    """ctypes type of a `void*` argument: accepts a tensor (its data pointer) or whatever ctypes.c_void_p accepts."""
+    """ctypes type of a `void*` argument: a tensor, or whatever ctypes.c_void_p accepts."""
 
     @staticmethod
     def from_param(value: Any) -> Any:
@@ -82,7 +82,7 @@ class Tokens(ctypes.Structure):
 
 
 def open_library(path: Path, functions: Declarations) -> ctypes.CDLL | str:
-    """Load the library and declare its functions. Returns the library, or the reason why it cannot be used."""
+    """Load a library and declare its functions; return it, or the reason why it cannot be used."""
     if not path.exists():
         return f"{path} is missing: build it with `MARSRL_BUILD=require pip install --no-build-isolation -e .`"
     try:
@@ -118,12 +118,12 @@ def why_no_cpu_library() -> str | None:
 
 
 def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
-    """Return None if the tensor is float32 or bfloat16 in host memory, as csrc/cpu requires, else the reason."""
+    """Return None if csrc/cpu can read the tensor, as float32 or bfloat16 in host memory, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the tensor's data pointer. None (no tensor) stays None, which ctypes passes as a null pointer."""
+    """Return the tensor's data pointer; without a tensor None, which ctypes passes as a null pointer."""
     return None if tensor is None else tensor.data_ptr()

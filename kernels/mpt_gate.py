@@ -20,9 +20,10 @@ def mpt_gate(
     scope: str = "sample",
     process_group: Any = None,
 ) -> Tensor:
-    """Compute gate[s] = positive[s] and H < entropy_threshold, with H a mean entropy (DMMPT, arXiv:2507.19766).
+    """Compute gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766).
 
-    In a sample whose gate is set, the loss masks each token with a probability of at least mpt_probability.
+    H is a mean entropy; see `scope`. In a sample whose gate is set, the loss masks each token with a probability of at least
+    mpt_probability.
 
     Args:
         entropy: [T] float, nats, of each token; not read where mask is False.

@@ -1,4 +1,4 @@
-"""Packing of sequences into the inputs of one forward pass, and selection of the positions that are trained.
+"""Packing of sequences into inputs of one forward pass, and selection of the trained positions.
 
 token   a0 a1 a2 | b0 b1 b2 b3 |            a0 and b0 b1 are prompts; the policy sampled the rest
 target  a1 a2 -  | b1 b2 b3 -  |            the next token of the sequence; the last token has none

@@ -46,11 +46,11 @@ def assert_accurate(
     terms: int = 1,
     apart: Tensor | None = None,
 ) -> None:
-    """Fail unless `result` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
+    """Fail unless `result` is about as accurate as plain PyTorch.
 
-    The largest error of all entries may be twice plain PyTorch's, or 4 ulp of the largest value. The norm of a block's errors may
-    be twice plain PyTorch's, or _ROUNDING times the block's norm. Blocks show errors that a few large entries elsewhere would
-    hide. NaN fails.
+    Accuracy is checked for all entries together, and in each block of about 32 by 32 entries. The largest error of all entries
+    may be twice plain PyTorch's, or 4 ulp of the largest value. The norm of a block's errors may be twice plain PyTorch's, or
+    _ROUNDING times the block's norm. Blocks show errors that a few large entries elsewhere would hide. NaN fails.
 
     Args:
         name: Name of the result in the message.

@@ -1,4 +1,4 @@
-"""Registration of ops as torch.ops.marsrl.<name>, with a fake kernel and a gradient, for torch.compile.
+"""Registration of ops for torch.compile, as torch.ops.marsrl.<name>, with fake kernel and gradient.
 
     eager                               traced
     op(...)                             torch.ops.marsrl.<name>(...), in the backward torch.ops.marsrl.<name>_backward(...)
@@ -91,7 +91,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return the result as the fake kernel describes it, contiguous and not a view; anything else is copied."""
+    """Return the result, or a copy, so that it is contiguous and no view, as the fake kernel promises."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

@@ -1,4 +1,4 @@
-"""Conditions for Triton kernels: a CUDA device, or the CPU if the process was started with TRITON_INTERPRET=1.
+"""Conditions for Triton kernels: a CUDA device, or TRITON_INTERPRET=1 at the start of the process.
 
 This module does not import Triton: an op imports its kernels when it first runs them.
 """

@@ -58,7 +58,10 @@ def attention_varlen(
 
 
 def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Return equivalent (queries, scale) with a positive scale: some kernels take the maximum of unscaled scores."""
+    """Return equivalent (queries, scale) with a positive scale.
+
+    Some kernels take the maximum of the scores before they apply the scale.
+    """
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if not isfinite(scale):

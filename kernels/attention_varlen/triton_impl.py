@@ -111,9 +111,10 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """Return the inputs as the kernels read them: a dense head dimension, any other strides, and contiguous boundaries.
+    """Return the inputs as the kernels read them, copied where necessary.
 
-    Views of a fused qkv projection are therefore read in place, without a copy.
+    q, k and v need a dense head dimension, and the boundaries must be contiguous. Views of a fused qkv projection are therefore
+    read in place.
     """
     return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 

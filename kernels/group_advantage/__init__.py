@@ -106,7 +106,7 @@ def _session_means(rewards: Tensor, session_of: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _pair(first: Tensor, second: Tensor) -> Tensor:
-    """Number the distinct pairs (first[i], second[i]): returns [S] int64 in [0, S), the same number for equal pairs."""
+    """Number the distinct pairs (first[i], second[i]); returns [S] int64 in [0, S)."""
     keys, order = (first.long() * first.numel() + second).sort()
     rank = torch.zeros_like(keys)
     rank[1:] = (keys[1:] != keys[:-1]).cumsum(0)

@@ -63,7 +63,10 @@ class TorchGroupedLinear:
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """Return [E] int32 on the device: the index after each expert's last row. Host counts are copied without waiting."""
+    """Return the index after each expert's last row, [E] int32 on the device.
+
+    Counts in host memory are copied without waiting.
+    """
     if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
         tokens_per_expert = tokens_per_expert.pin_memory()
     return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

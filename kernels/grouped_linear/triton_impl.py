@@ -20,7 +20,10 @@ def plan_tiles(dtype: torch.dtype) -> dict[str, int]:
 
 
 def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
-    """Return [T, out]: rows of x [T, in] times their expert's transposed matrix. matrices: [E, out, in], any strides."""
+    """Return [T, out], the rows of x [T, in] times their expert's transposed matrix.
+
+    matrices: [E, out, in], with any strides.
+    """
     num_experts, num_out, num_in = matrices.shape
     out = torch.empty(x.shape[0], num_out, dtype=x.dtype, device=x.device)
     num_programs = (x.shape[0] // tiles["BLOCK_M"] + num_experts) * -(-num_out // tiles["BLOCK_N"])
@@ -34,9 +37,9 @@ def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[
 
 
 def write_matrix_gradients(out: Tensor, x: Tensor, grad_out: Tensor, ends: Tensor, adds: bool) -> None:
-    """Write grad_out [T, out].T @ x [T, in], over each expert's rows, to out [E, out, in], or add it there if `adds`.
+    """Compute grad_out.T @ x over the rows of each expert, into `out`.
 
-    Each expert's matrix in out must be contiguous.
+    x: [T, in]. grad_out: [T, out]. out: [E, out, in], each expert's matrix contiguous. adds: add to `out` instead of overwriting.
     """
     num_in, num_out, tiles = x.shape[1], grad_out.shape[1], plan_tiles(x.dtype)
     num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])

@@ -1,4 +1,4 @@
-"""Output head in chunks of rows: softmax statistics, and gradients whose rows are buffered to make the GEMMs large.
+"""Output head in chunks of rows: softmax statistics, and gradients by GEMMs over several chunks.
 
     for chunk, product in chunks:
         chunks.statistics(product, chunk, statistics)
@@ -51,7 +51,10 @@ COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """Buffer of rows of dz. When more rows would not fit, the backward GEMMs consume the buffered rows and empty it."""
+    """Buffer of rows of dz, which makes the backward GEMMs large.
+
+    When more rows would not fit, the GEMMs consume the buffered rows, and the buffer is empty again.
+    """
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer

@@ -97,7 +97,10 @@ class HeadGemms:
         return converted
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, without the temperature. Autocast ignores products with out=."""
+        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, without the temperature.
+
+        Autocast does not apply to products with `out=`.
+        """
         if self._multiplies_narrow:
             torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
             return
@@ -144,10 +147,11 @@ class HeadGemms:
         adds: bool,
         room: Tensor | None = None,
     ) -> None:
-        """Compute grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; skip either if None.
+        """Compute grad_hidden = dz @ weight and grad_weight = dz.T @ hidden; skip either if None.
 
         Takes one piece of the vocabulary at a time, so that each piece of the weight is converted to float32 once.
 
+        hidden: [n, H]. grad_hidden: [n, H]. grad_weight: [V, H].
         dz_of: takes a slice from `tiles`, and returns these columns of dz, [n, columns] float32, valid until its next call.
         adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
         once from float32.

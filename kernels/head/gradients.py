@@ -35,7 +35,10 @@ class HeadGradients:
     """
 
     def __init__(self, head: Head, hidden: Tensor, wanted: Wanted, in_pieces: bool = False):
-        """Start with empty gradients. in_pieces: compute dX and dW of a vocabulary piece together, converting its weight once."""
+        """Start with empty gradients.
+
+        in_pieces: compute dX and dW of one vocabulary piece together, so that its weight is converted to float32 once.
+        """
         self.gemms = HeadGemms(head.weight, hidden.dtype)
         self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted
@@ -51,7 +54,10 @@ class HeadGradients:
         return self._grad_hidden
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
-        """Add the gradients of n rows: dz [n, V], tokens [n] int64, ascending. is_last: no more rows will be added."""
+        """Add the gradients of n rows.
+
+        dz: [n, V]. tokens: [n] int64, ascending. is_last: True if no more rows will be added.
+        """
         if tokens.numel() == 0:
             return
         if self._in_pieces:

@@ -1,4 +1,4 @@
-"""Head of a bfloat16 model on the CPU: each chunk of rows is multiplied by one vocabulary tile at a time.
+"""Head of a bfloat16 model on the CPU, computed one chunk of rows and one vocabulary tile at a time.
 
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
@@ -40,7 +40,10 @@ ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """Return `kernels` if this module computes the head (bfloat16 hidden states and weight on the CPU), else None."""
+    """Return `kernels` if this module computes the head, else None.
+
+    It does for bfloat16 hidden states and weight on the CPU.
+    """
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)
@@ -54,7 +57,10 @@ def policy_gradients_by_tiles(
     slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """Compute statistics, objective and gradients of `rows` (tokens of gradients.hidden). Logits are computed once."""
+    """Compute statistics, objective and gradients of these rows of gradients.hidden.
+
+    The logits are computed once.
+    """
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
@@ -126,7 +132,11 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
 
 
 def _buffers(num_rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Return memory for exponentials or dz, [num_rows, width] bfloat16, and flat float32 memory for one tile of num_rows rows."""
+    """Return two parts of the thread's buffer.
+
+    The first, [num_rows, width] bfloat16, is for exponentials or dz. The second is flat float32 memory for one tile of num_rows
+    rows.
+    """
     size = (num_rows * width + 1) // 2
     buffer = host_buffer(size + num_rows * columns)
     return buffer[:size].view(torch.bfloat16)[: num_rows * width].view(num_rows, width), buffer[size:]

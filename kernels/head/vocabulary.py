@@ -74,7 +74,7 @@ def make_head(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> Head:
-    """Check the arguments that fused heads have in common, and return a Head. bad_values.py checks the tensors' values.
+    """Check the arguments that fused heads have in common, and return them as a Head.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

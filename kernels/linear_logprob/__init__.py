@@ -89,7 +89,10 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """Convert the arguments of the traced op to those of the op. The temperature is per_token [T], or of_all if that is None."""
+    """Convert the arguments of the traced op to those of the op.
+
+    The temperature is per_token [T], or of_all if that is None.
+    """
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)

@@ -1,4 +1,4 @@
-"""RL loss of an output head, and its gradients with respect to hidden states and weight, without storing the logits."""
+"""RL loss of an output head, and its gradients, without storing the logits of the whole batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

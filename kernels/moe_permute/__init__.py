@@ -1,4 +1,4 @@
-"""Token permutation of a mixture-of-experts layer: copy tokens to rows sorted by expert, and sum each token's rows."""
+"""Token permutation of MoE layers: copy tokens to rows sorted by expert, and sum each token's rows."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 class RowOrder(NamedTuple):
-    """Order of R rows, one per pair of a token and its expert, sorted by expert and then by token. T: number of tokens.
+    """Order of R rows, one per (token, expert) pair, sorted by expert and then by token.
 
-    All tensors are int64, and are made without synchronisation with a device.
+    T is the number of tokens. All tensors are int64, and are made without synchronisation with a device.
 
     token_of [R]: the token of each row.
     row_of [R]: the rows of token 0 in the order of its experts, then those of token 1, and so on.

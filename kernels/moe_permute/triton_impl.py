@@ -1,6 +1,7 @@
-"""Copies of tokens to rows, and sums of rows, in Triton, with one program per token. The host never waits for the device.
+"""Copies of tokens to rows, and sums of rows, in Triton. The host never waits for the device.
 
-A program reads its token once and writes it to all of its rows, or sums its rows one after the other, without atomics.
+A program has one token and one block of columns. It reads the token once and writes it to all of its rows, or sums the rows one
+after the other, without atomics.
 """
 # mypy: disallow-untyped-defs=False
 

@@ -1,4 +1,4 @@
-"""moe_permute and moe_unpermute, built from two operations, copies and sums of rows. Each is the other's backward."""
+"""moe_permute and moe_unpermute, built from two operations that are each other's backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -53,7 +53,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
 
 
 class _Loss(torch.autograd.Function):
-    """Autograd node of the loss. Its gradients are the coefficients that the row kernels computed in the forward."""
+    """Autograd node of the loss, whose gradients are the coefficients from the row kernels."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, sums: Tensor) -> Tensor:

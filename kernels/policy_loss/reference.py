@@ -10,7 +10,10 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per trained token: its loss (differentiable), its KL times its importance, and whether it is clipped, masked or clamped."""
+    """Results of the objective for each trained token.
+
+    loss is differentiable; kl is the KL estimate times the token's importance.
+    """
 
     loss: Tensor
     kl: Tensor
@@ -27,7 +30,9 @@ def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> T
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """Evaluate the objective at the tokens `kept` [n] int64. logp, entropy: [n], these tokens' values, in any float dtype.
+    """Evaluate the objective at the tokens `kept`, [n] int64.
+
+    logp, entropy: [n] in any float dtype, the values of these tokens.
 
     Values of masked tokens are replaced before any computation, because NaN times a gradient of 0 would be NaN.
     """

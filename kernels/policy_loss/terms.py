@@ -67,7 +67,10 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
 
 
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return (log_ratio, log_drift), each [T] float32, the mean of the token's sequence; None: tokens use their own values."""
+    """Return (log_ratio, log_drift), each [T] float32: means over the token's sequence.
+
+    A result is None if the objective uses the token's own value.
+    """
     objective, log_ratio, log_drift = tokens.objective, None, None
 
     def means(values: Tensor) -> Tensor:

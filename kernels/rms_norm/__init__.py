@@ -20,10 +20,11 @@ WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at onc
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = False, rotation: Tensor | None = None
 ) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, arXiv:1910.07467, equation 4); differentiable.
+    """Compute x / sqrt(mean(x^2) + eps) * weight; differentiable.
 
-    With `rotation`, a rotary embedding follows the norm, as for queries and keys (Su et al., arXiv:2104.09864, section 3.2.2):
-    columns i and N/2 + i, a pair in Qwen and Llama, are rotated by angle i of the row's token.
+    This is equation 4 of Zhang and Sennrich, arXiv:1910.07467. With `rotation`, a rotary embedding follows the norm, as for
+    queries and keys (Su et al., arXiv:2104.09864, section 3.2.2): columns i and N/2 + i, a pair in Qwen and Llama, are rotated by
+    angle i of the row's token.
 
     The arithmetic is float32, rounded once at the end. x, weight and one float32 number per row are saved for the backward. The
     gradient of the weight is summed in float32 or float64. Evenly strided rows, such as the key heads in a fused projection, are

@@ -20,7 +20,7 @@ PROGRAMS = 512  # upper bound of the backward's programs, each of which has a pa
 
 @triton.jit
 def _cos_and_sin(rotation, token, column, is_in, half):
-    """Load each column's cosine, and its sine with the sign by which the rotation multiplies the pair's other column."""
+    """Load each column's cosine, and its sine, negated in the first half of the columns."""
     at = rotation + token * 2 * half + (column % half)[None, :]
     sin = tl.load(at + half, mask=is_in, other=0.0)
     return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)

@@ -14,9 +14,10 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Compute silu(gate) * up (Shazeer, arXiv:2002.05202, equation 6), times a router's weight if given; differentiable.
+    """Compute silu(gate) * up, times a router's weight if there is one; differentiable.
 
-    The arithmetic is float32, rounded once at the end. Only `products` and `weights` are saved for the backward.
+    This is equation 6 of Shazeer, arXiv:2002.05202. The arithmetic is float32, rounded once at the end. Only `products` and
+    `weights` are saved for the backward.
 
     Args:
         products: [..., 2 F] float: each row has the gate [F], then up [F].

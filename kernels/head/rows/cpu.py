@@ -158,7 +158,10 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """Return a struct of the addresses of the inputs and of `arrays` (log-probs, entropies, outputs); it does not own them."""
+    """Return a struct with the addresses of the inputs and of `arrays` (log-probs, entropies, outputs).
+
+    The caller must keep these tensors alive.
+    """
     t = tokens
     inputs = (
         *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),

@@ -121,10 +121,10 @@ class RowKernels:
         raise NotImplementedError
 
     def partials(self, product: Any, rows: Rows, head: "Head") -> Tensor:
-        """Return this shard's partial statistics, [4, R] float64: maximum, sum e^d, sum d e^d, the target's raw logit.
+        """Return this shard's partial statistics, [4, R] float64.
 
-        The target's logit is 0 if another shard owns the target. d is relative to the maximum of this shard, which is -inf if the
-        shard is all padding.
+        The four are the maximum, sum e^d, sum d e^d, and the target's raw logit. The target's logit is 0 if another shard owns
+        the target. d is relative to the maximum of this shard, which is -inf if the shard is all padding.
         """
         raise NotImplementedError
 

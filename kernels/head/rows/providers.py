@@ -26,7 +26,10 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
 
     def why_not(self, **tensors: Tensor) -> str | None:
-        """Return None if the kernels can read these tensors, else the reason. Keywords: the arguments' names in the reason."""
+        """Return None if the kernels can read these tensors, else the reason.
+
+        The reason calls the tensors by their keywords.
+        """
         for why_not in (self.why_not_tensor, why_not_double):
             for name, tensor in tensors.items():
                 if (reason := why_not(name, tensor)) is not None:

@@ -66,7 +66,10 @@ class TritonRowKernels(RowKernels):
 
 
 class TritonPolicyTerms:
-    """PolicyTerms without atomics: a kernel stores separate sums for each block of tokens, and the method `sums` adds them."""
+    """PolicyTerms without atomics.
+
+    The kernel stores separate sums for each block of tokens, and the method `sums` adds them.
+    """
 
     in_one_walk = None
 
@@ -167,7 +170,10 @@ def _with_padding(rows: Tensor) -> Tensor:
 
 
 def _pieces_of_rows(width: int) -> dict[str, int]:
-    """Return the launch options of kernels over pieces. BLOCK is smaller for short rows, so that few lanes are idle."""
+    """Return the launch options of kernels over pieces.
+
+    BLOCK is smaller for short rows, so that few lanes are idle.
+    """
     block = min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
     return {"PIECE": PIECE_COLUMNS, "BLOCK": block, "num_warps": NUM_WARPS}
 

@@ -1,6 +1,7 @@
-"""Head that uses QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose epilogue writes exponentials, not logits.
+"""Head that uses QuACK's GEMM for Hopper (github.com/Dao-AILab/quack).
 
-This moves 6 bytes per logit through memory; cuBLAS and the row kernels move 18.
+The GEMM's epilogue writes exponentials instead of logits. This moves 6 bytes per logit through memory; cuBLAS and the row kernels
+move 18.
 """
 
 from functools import cache

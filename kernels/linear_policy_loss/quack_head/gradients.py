@@ -42,7 +42,9 @@ def quack_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Do what chunked_head.policy_gradients does, but with each row's offset m (gemms.py) as statistics.maximum.
+    """Compute statistics, objective and gradients, like chunked_head.policy_gradients.
+
+    statistics.maximum receives each row's offset m (gemms.py).
 
     Raises:
         UnlikelyTarget: exponentials relative to a row's m overflow.
@@ -88,7 +90,11 @@ class Product:
     """
 
     def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
-        """Compute the first rows into `ahead`, because `buffer` still holds another chunk. Without `ahead`, compute nothing."""
+        """Start the product.
+
+        ahead: memory for the first rows, which are computed at once, because `buffer` still holds another chunk. None: compute
+            nothing yet.
+        """
         self.chunk, self._head, self._hidden = chunk, head, hidden
         self.exponentials = buffer[: _whole(chunk.count)]
         num_rows, tiles = self.exponentials.shape[0], head.width // gemms.TILE

@@ -37,7 +37,10 @@ def row_offsets(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Compute m of each row; 0 for padding rows, and for targets outside the vocabulary. Grid (rows, including padding rows)."""
+    """Compute the offset m of each row. Grid (rows, including padding rows).
+
+    m is 0 for padding rows, and for rows whose target is outside the vocabulary.
+    """
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
