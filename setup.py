@@ -1,7 +1,9 @@
-"""Packaging: api/ installs as marsrl, the other folders of code and configs/ as marsrl.*, with the native library of csrc/.
+"""Packaging: api/ is installed as marsrl, and FOLDERS as marsrl.*, with the native library of csrc/.
 
-The environment variable that steers the native build:
-    MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
+The environment variable MARSRL_BUILD controls the native build:
+    auto      default: if the build fails, warn
+    require   if the build fails, raise an error
+    off       build nothing
 
 The library has a plain C ABI and includes no Python or torch header, so one wheel serves every Python and torch.
 """
@@ -24,7 +26,7 @@ BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
 REQUIREMENTS = [
-    "torch>=2.13",  # no upper pin: the native code does not link against it
+    "torch>=2.13",  # no upper bound: the native code does not link against torch
     "numpy",
     "pydantic>=2",
     "omegaconf",
@@ -40,7 +42,7 @@ REQUIREMENTS = [
     "msgspec",
     "psutil",
     "einops",
-    "sympy",  # answers of task: math; brings mpmath
+    "sympy",  # answers of task: math; requires mpmath
     "jinja2",
     "typer>=0.20",  # marsrl
     "aiohttp",  # orchestration external
@@ -50,10 +52,10 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16"],
     "ray": ["ray"],
     "vllm": ["vllm"],
-    "openai": ["httpx"],  # frozen policies and retrieval behind a server; vllm brings it too
+    "openai": ["httpx"],  # frozen policies and retrieval on servers; vllm requires it too
     "web": ["httpx", "httpcore", "trafilatura>=2", "pypdf>=6"],  # tools.visit, tools.search.read_pages
-    "mcp": ["mcp>=2"],  # tools of kind mcp; vllm brings it too
-    "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
+    "mcp": ["mcp>=2"],  # tools of kind mcp; vllm requires it too
+    "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm requires them too
     "view": ["fastapi", "uvicorn"],  # marsrl view
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; the index of version 0.4 has another API
     "wandb": ["wandb"],
@@ -64,7 +66,10 @@ EXTRAS = {
 
 
 class BuildWithCMake(build_ext):
-    """Builds the library; build/cmake/ stays between builds: the second `pip install -e .` compiles only what changed."""
+    """Build the library with CMake.
+
+    build/cmake/ is kept, so the next `pip install -e .` compiles only what changed.
+    """
 
     def run(self):
         mode = os.environ.get("MARSRL_BUILD", "auto")
@@ -90,7 +95,7 @@ class BuildWithCMake(build_ext):
         # Prefer the cmake that pip installed for this Python, which need not be on PATH, to the system's.
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
         configure = [cmake, "-S", str(ROOT), "-B", str(build), f"-DMARSRL_OUTPUT={output}"]
-        # A cache of another source tree or cmake cannot be reused, and pip's isolated builds have their own cmake.
+        # CMake cannot reuse a cache whose cmake is gone, as happens after pip's isolated builds, which bring their own.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
 
@@ -115,7 +120,7 @@ class BuildWithCMake(build_ext):
 
 
 def is_foreign_cache(build: Path) -> bool:
-    """True where build/ was configured by a cmake that is gone."""
+    """Return True if `build` was configured by a cmake executable that no longer exists."""
     cache = build / "CMakeCache.txt"
     if not cache.exists():
         return False
@@ -126,14 +131,14 @@ def is_foreign_cache(build: Path) -> bool:
 
 
 class PlatformWheel(bdist_wheel):
-    """Wheel with the tag py3-none-<platform>, because it holds native libraries but uses no Python ABI."""
+    """Wheel with the tag py3-none-<platform>: it contains a native library that does not use the Python ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
 
 
 def shipped_packages() -> tuple[list[str], dict[str, str]]:
-    """Every package under the shipped folders by its import name, and the folder each top one maps to."""
+    """Return the import names of all packages in FOLDERS, and {top-level package: folder}."""
     packages = [NAME]
     for folder in FOLDERS:
         inside = find_packages(folder)

@@ -89,8 +89,10 @@ MARSRL_CLONES void add_block(const float* __restrict__ q, const float* __restric
 
 }  // namespace
 
-// Strides count elements, and are given for [S, N] of q and [S, L, N_kv] of the cache; the head dimension is dense. out [S, N,
-// size] is contiguous.
+// Computes the attention output, out [S, N, size], contiguous.
+//   q [S, N, size]; k, v [S, L, N_kv, size]; lengths [S]: number of keys of each sequence
+//   strides_q, strides_k, strides_v: strides of all dimensions but the last, in elements; the last dimension is dense
+//   element: dtype of q, k, v and out (enum Element)
 MARSRL_API void marsrl_attention_decode(const void* q, const void* k, const void* v, void* out, const int64_t* lengths,
                                         int64_t num_sequences, int64_t num_heads, int64_t num_key_heads, int64_t size,
                                         const int64_t* strides_q, const int64_t* strides_k, const int64_t* strides_v,

@@ -14,7 +14,7 @@
 
 namespace {
 
-// Ignores NaN, which makes the sum NaN later.
+// Returns the largest logit, ignoring NaN; NaN makes the sum of exponentials NaN later.
 MARSRL_CLONES float row_maximum(const float* x, int64_t columns) {
   float maximum = -INFINITY;
 #pragma omp simd reduction(max : maximum)
@@ -54,7 +54,7 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
   float e[kBlock];
   exponentials(x + begin, size, maximum, e);
   double total = block ? sums[block - 1] : 0;
-  int64_t token = begin;  // drawn if the sum of the terms, in this order, stays below `point`
+  int64_t token = begin;  // becomes the last token of positive probability until `total` passes `point`
   for (int64_t i = 0; i < size && !(total > point); i++) {
     total += e[i];
     if (e[i] > 0) token = begin + i;
@@ -64,8 +64,10 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
 
 }  // namespace
 
-// Draws from logits x [rows, columns]. temperature [rows]: rows with 0 or less take the most likely token; null: every row draws.
-// noise [rows]: random numbers in [0, 1). tokens, logprobs [rows]: receive the drawn token and its log-prob in nats.
+// Draws one token per row of logits x [rows, columns], which the caller has already divided by the temperature.
+//   temperature [rows]: rows with 0 or less take the most likely token; null: every row draws at random
+//   noise [rows]: random numbers in [0, 1)
+//   tokens, logprobs [rows]: receive the drawn token and its log-prob in nats
 MARSRL_API void marsrl_draw_tokens(const float* x, const float* temperature, const double* noise, int64_t rows,
                                    int64_t columns, int64_t* tokens, float* logprobs, int num_threads) {
 #pragma omp parallel num_threads(usable_threads(rows, columns, num_threads))

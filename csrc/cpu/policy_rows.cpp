@@ -1,5 +1,5 @@
-// Policy objective over a list of tokens: coefficients, and sums per agent. Runs alone, or in one pass with the statistics and
-// gradients of rows of logits.
+// Policy objective over a list of tokens: coefficients, and sums per agent. marsrl_policy_terms computes only these;
+// marsrl_policy_rows also computes statistics and gradients of rows of logits, in the same pass.
 #include <cstdint>
 #include <vector>
 
@@ -30,7 +30,7 @@ struct Block {
 };
 
 MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
-  const Objective objective = given;  // local, so that the compiler knows that no write below changes it
+  const Objective objective = given;  // a copy, so that the compiler knows that no write below changes it
 #pragma omp simd
   for (int i = 0; i < count; i++) {
     const Term term = policy_term(
@@ -47,7 +47,7 @@ MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
   }
 }
 
-// Sums over neighbouring tokens of one agent, kept in registers and added to tokens.sums when the agent changes.
+// Sums over consecutive tokens of one agent. They stay in registers until the agent changes, and are then added to tokens.sums.
 class AgentSums {
  public:
   explicit AgentSums(const Tokens& tokens) : tokens_(tokens) {}
@@ -80,9 +80,10 @@ class AgentSums {
 
 }  // namespace
 
-// Writes coefficient and entropy_coefficient of tokens, and adds to `sums` in double and in order, so that two runs give the same
-// bits. token_ids [count] lists the tokens; null: `count` tokens from first_token on. Tokens outside mask [T] are skipped;
-// without a mask (null), no token is.
+// Evaluates the objective: writes coefficient and entropy_coefficient of each token, and adds to `sums` in double and in the order
+// of the tokens, so that every run gives the same bits.
+//   token_ids [count]: the tokens to evaluate; null: `count` tokens from first_token on
+//   mask [T]: tokens where it is 0 are skipped; null: none are
 MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const uint8_t* mask,
                                     const int64_t* token_ids, int64_t first_token, int64_t count) {
   Block block;
@@ -107,10 +108,10 @@ MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* to
 }
 
 // Computes statistics, objective and gradient of whole rows in one pass, so that a row is in the L2 cache when it is read again.
-// Without an entropy bonus, whose gradient needs the logits, e^d is computed only once. Arguments are as in marsrl_row_logprobs,
-// marsrl_row_gradients and marsrl_policy_terms; `logprobs` and `entropy` of `tokens` are the arrays that are written here. The
-// objective must not need whole sequences. Returns the number of rows kept, or -1 - t, where t is the first token whose target is
-// outside [0, columns).
+// Without an entropy bonus, the row's exponentials are kept and scaled; the gradient of a bonus needs the logits. Arguments are as
+// in marsrl_row_logprobs, marsrl_row_gradients and marsrl_policy_terms. tokens->logprobs and tokens->entropy must be the arrays
+// `logprobs` and `entropy`, which are written here. The objective must not need whole sequences. Returns the number of active rows,
+// or -1 - t, where t is the first token whose target is outside [0, columns).
 MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* token_ids,
                                       int64_t first_token, const int64_t* targets, const float* inverse_temperature,
                                       float inverse_temperature_of_all, float* logprobs, float* entropy,

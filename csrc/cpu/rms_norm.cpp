@@ -13,8 +13,8 @@ namespace {
 // width.
 constexpr int64_t kBlock = 512;
 
-// Number of rows over which the weight's gradient is summed in float32; these sums are then added in double. With so few
-// rows the sums are as exact as PyTorch's, and the order of additions does not depend on the number of threads.
+// Number of rows over which the weight's gradient is summed in float32; the sums are then added in double. Sums over so few rows
+// are as exact as PyTorch's, and the order of additions does not depend on the number of threads.
 constexpr int64_t kRowsOfSum = 32;
 
 template <class T>
@@ -97,7 +97,7 @@ MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, 
   }
 }
 
-// Computes the gradient of x, out [rows, width], and that of the weight, of_weight [width] float32, from grad [rows, width]; grad
+// Computes, from grad [rows, width], the gradient of x, out [rows, width], and that of the weight, of_weight [width] float32. grad
 // and out have the dtype of x.
 MARSRL_API void marsrl_rms_norm_gradients(const void* x, int is_bfloat16, int64_t stride, const float* weight,
                                           const float* scales, const void* grad, int64_t rows, int64_t width, void* out,

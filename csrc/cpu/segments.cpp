@@ -1,5 +1,5 @@
-// Sums over sets of samples and over sequences of tokens, in double and in order of index. They equal those of PyTorch's
-// index_add, which the references use, to the bit; for this the file is compiled without FMA contraction.
+// Sums over sets of samples and over sequences of tokens, in double and in order of index. They equal the sums of PyTorch's
+// index_add, which the references use, to the bit. For this the file is compiled without FMA contraction.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Set {
   double mean() const { return total / std::max(count, 1.0); }
   double std(bool is_unbiased) const { return std::sqrt(squares / std::max(is_unbiased ? count - 1 : count, 1.0)); }
   bool is_single() const { return count < 2; }
-  // Compare the extremes, because std need not be 0: the mean of eight times 0.1 is not exactly 0.1.
+  // True if all values are equal. Compares the extremes, because std need not be 0: the mean of eight times 0.1 is not exactly 0.1.
   bool is_flat() const { return !is_single() && lowest == highest; }
 };
 
@@ -119,7 +119,7 @@ MARSRL_API void marsrl_sequence_of(const void* cu_seqlens, int is_int64, int64_t
 }
 
 // Fills sums [2, S] with the sum of each sequence's values and the number of its tokens. values [T] is float32, or float64 if
-// is_float64, and is not read where mask [T] is 0; null: all are read. cu_seqlens [S + 1] is int32 or int64.
+// is_float64, and is not read where mask [T] is 0. mask null: all tokens count. cu_seqlens [S + 1] is int32, or int64 if is_int64.
 MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const void* cu_seqlens,
                                      int is_int64, int64_t num_sequences, double* sums) {
   if (is_float64)

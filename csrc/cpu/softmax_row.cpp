@@ -13,8 +13,8 @@ inline int64_t end_of_block(int64_t begin, int64_t columns) {
   return begin + kBlock < columns ? begin + kBlock : columns;
 }
 
-// Prefetches the next block, because the hardware prefetcher stops at the end of a page. Computing a block takes longer than
-// reading one, so the prefetch is in time.
+// Prefetches the block at `begin`, because the hardware prefetcher stops at the end of a page. Called before the current block is
+// computed, which takes longer than reading the next one from memory.
 inline void prefetch_block(const float* x, int64_t begin, int64_t columns) {
   constexpr int64_t kLine = 64 / sizeof(float);
   for (int64_t i = begin; i < end_of_block(begin, columns); i += kLine) __builtin_prefetch(x + i);
@@ -35,7 +35,7 @@ struct RunningSums {
     maximum = value;
   }
 
-  // Number that is subtracted from the logits of a block: the maximum, or 0 while all logits are -inf.
+  // Value that is subtracted from a block's logits: the maximum so far, or 0 while all logits are -inf.
   float origin() const { return maximum > -INFINITY ? maximum : 0.0f; }
 };
 
@@ -46,8 +46,8 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// Passes once over a row of logits, block by block. Per block it calls see_origin(block, maximum), where maximum is the largest
-// logit so far, and then keep(i, e^d) for each element i. Here d is relative to the origin that follows from this maximum.
+// Computes the sums of a row of logits, block by block. For each block it calls see_origin(block, maximum), with the largest logit
+// so far, and then keep(i, e^d) for each element i. d is relative to the origin that follows from this maximum.
 template <class SeeOrigin, class Keep>
 MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
                             Keep keep) {

@@ -12,13 +12,14 @@ struct Sums {
   double weighted;  // sum of d e^d
 };
 
-// Number of elements in a block, whose terms are summed in float32. Sums of blocks are added in double, so the error does not
-// grow with the vocabulary. A block's terms are relative to the largest logit so far. The block stays in the L1 cache between its
-// two passes, so the row is read from memory once.
+// Elements per block. Terms of a block are summed in float32, and the sums of blocks are added in double, so the error does not
+// grow with the vocabulary. Terms are relative to the largest logit so far, so a block takes two passes: one for its maximum, one
+// for its terms. It stays in the L1 cache between them, so the row is read from memory once.
 constexpr int64_t kBlock = 512;
 
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
+// Computes the sums over one row of logits.
 void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* out);
 
 // Like row_sums, but also replaces x by e^((x - origin) / tau), or by 0 where that is below the smallest normal float32. origins
@@ -26,15 +27,17 @@ void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* 
 void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins);
 
 // Like row_sums, but also writes e^((x - maximum) / tau) in bfloat16. The maximum is that of the whole row, so the row is read
-// twice: use it for rows of a few blocks. If all of x is -inf, 0 takes the place of the maximum.
+// twice: use this function only for rows of a few blocks. If all of x is -inf, exponentials are relative to 0.
 void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
                                uint16_t* exponentials);
 
-// Computes the gradient from exponentials, with p = exponentials * e^log_scale. The caller writes the target's gradient.
+// Computes the gradient dz of a row from its exponentials, with p = exponentials * e^log_scale. The target's dz is left to the
+// caller.
 void gradient_of_exponentials(const uint16_t* exponentials, float* out, int64_t columns, double log_scale,
                               float inverse_temperature, float entropy, float c, float e);
 
-// Computes the gradient of logits, in place if wanted. The caller writes the target's gradient.
+// Computes the gradient dz of a row of logits; `out` may be `x`. The target's dz is left to the caller. row_gradient_of_logprob is
+// the faster case e = 0.
 void row_gradient(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature, float log_sum,
                   float entropy, float c, float e);
 void row_gradient_of_logprob(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
@@ -74,13 +77,13 @@ class BadTarget {
   std::atomic<int64_t> first_{kNone};
 };
 
-// Writes gradient 0 to padding.
+// Sets the padding columns [begin, end) of a row to 0.
 inline void zero_columns(float* row, int64_t begin, int64_t end) {
   if (end > begin) std::memset(row + begin, 0, (end - begin) * sizeof *row);
 }
 
-// Moves the rows of x [rows, stride] that have a nonzero coefficient to the front, and lists their tokens in `active`. Returns
-// their number.
+// Moves the active rows of x [rows, stride], those with a nonzero coefficient, to the front, and lists their tokens in `active`.
+// Returns the number of active rows.
 inline int64_t move_active_rows(float* x, int64_t stride, int64_t rows, const int64_t* tokens, int64_t first_token,
                                 const float* coefficient, const float* entropy_coefficient, int64_t* active) {
   int64_t kept = 0;

@@ -1,4 +1,4 @@
-// Softmax statistics of a chunk of float32 logits, row by row, and their gradient in place of the logits.
+// Softmax statistics of a chunk of float32 logits, row by row, and gradients that overwrite the logits.
 //
 // softmax_terms.h defines the arithmetic per element. A row of `stride` floats has `columns` real logits; the rest is vocabulary
 // padding, which is never read and gets gradient 0. Rows are independent, so results do not depend on the number of threads.
@@ -42,8 +42,8 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
 
 // Computes partial statistics of a vocabulary shard or tile: partials [4, rows] double = maximum, sum, weighted sum, target
 // logit.
-//   local_targets [rows]: a target outside [0, columns) belongs to another part, and its logit is 0 here
-//   exponentials [rows, exponentials_stride] bfloat16: receives e^d, 0 in padding; null: not wanted
+//   local_targets [rows]: the target's column in this part; outside [0, columns): in another part, and the target logit is 0 here
+//   exponentials [rows, exponentials_stride] bfloat16: receives e^d, and 0 in padding columns; null: they are not stored
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,
                                     uint16_t* exponentials, int64_t exponentials_stride, int num_threads) {
@@ -95,11 +95,11 @@ MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64
   }
 }
 
-// Turns the logits of the rows with a nonzero coefficient into their gradients, and moves these rows to the front.
+// Turns the logits of the active rows (those with a nonzero coefficient) into gradients, and moves these rows to the front.
 //   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
 //   first_column: this shard's offset in the whole vocabulary, to which targets refer
-//   active [rows]: receives the token of each row kept, in order
-// Returns the number of rows kept; the contents of rows of x are undefined afterwards.
+//   active [rows]: receives the token of each active row, in order
+// Returns the number of active rows, n. Rows of x from n on are undefined afterwards.
 MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* tokens,
                                         int64_t first_token, const int64_t* targets, int64_t first_column,
                                         const float* inverse_temperature, float inverse_temperature_of_all,
@@ -108,7 +108,7 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
                                         const float* entropy_coefficient, int64_t* active,
                                         int num_threads) {
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // rows that a single thread has written to the front; several threads move rows afterwards
+  int64_t kept = 0;  // active rows written to the front so far; several threads instead move rows after the loop
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;

@@ -76,8 +76,8 @@ MARSRL_API void marsrl_swiglu(const void* products, int is_bfloat16, const float
   }
 }
 
-// Computes the gradient of products, out [rows, 2 width], from grad [rows, width], both in the dtype of products, and
-// grad_weights [rows] float32 (null: not wanted).
+// Computes, from grad [rows, width], the gradient of products, out [rows, 2 width], and that of weights, grad_weights [rows]
+// float32. grad and out have the dtype of products. grad_weights null: it is not computed.
 MARSRL_API void marsrl_swiglu_gradients(const void* products, int is_bfloat16, const float* weights, const void* grad,
                                         int64_t rows, int64_t width, void* out, float* grad_weights, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)

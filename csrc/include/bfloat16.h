@@ -1,11 +1,11 @@
-// Conversions of bfloat16, the upper half of a float32, as a bit pattern.
+// Conversions between float32 and bfloat16. A bfloat16 is a uint16_t with the upper 16 bits of a float32.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 #include "clones.h"
 
-// Returns the nearest bfloat16, ties to even.
+// Returns the nearest bfloat16, with ties to even.
 MARSRL_INLINE uint16_t to_bfloat16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

@@ -1,4 +1,4 @@
-// Declarations of hot functions in csrc/: one clone per instruction set.
+// Macros for declarations of functions. MARSRL_CLONES compiles a hot function once per instruction set.
 #pragma once
 
 #if defined(MARSRL_CLONES)  // the compiler's flags choose a single instruction set, see tests/README.md

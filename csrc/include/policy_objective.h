@@ -1,4 +1,4 @@
-// Policy objective of one token: its term of the loss, dL/dlogp and dL/dH. Mirrors kernels/head/objective.py.
+// Policy objective of one token: its term of the loss, dL/dlogp and dL/dH. kernels/head/objective.py defines the objective.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -23,15 +23,15 @@ struct Objective {
 // Packed arrays with one element per token; null: not given.
 struct Tokens {
   const float* advantage;
-  const float* log_ratio;  // mean over the token's sequence; null: from the token's `old_logprobs`, or 0 if null too
-  const float* log_drift;  // mean over the token's sequence; null: from the token's `rollout_logprobs`
+  const float* log_ratio;  // mean over the token's sequence; null: logprobs - old_logprobs, or 0 if old_logprobs is null too
+  const float* log_drift;  // mean over the token's sequence; null: computed from the token's rollout_logprobs
   const float* old_logprobs;
-  const float* rollout_logprobs;  // null: the KL term's importance uses `old_logprobs`, or is 1 if null too
+  const float* rollout_logprobs;  // null: the KL term's importance uses old_logprobs, or is 1 if they are null too
   const float* reference_logprobs;
   const uint8_t* gate;     // gate of the token's sample
   const uint8_t* dropped;  // 1: the token adds nothing to the loss
-  const float* weight;     // factor on all terms, in addition to inverse_normaliser
-  const int64_t* agent;    // null: all tokens are agent 0's
+  const float* weight;     // factor on the token's loss, in addition to inverse_normaliser; null: 1
+  const int64_t* agent;    // null: all tokens belong to agent 0
   const float* logprobs;
   const float* entropy;
   float* coefficient;
@@ -86,8 +86,8 @@ MARSRL_INLINE float clamped_log_ratio(float x) {
   return x > kLogRatioBound ? kLogRatioBound : x < -kLogRatioBound ? -kLogRatioBound : x;
 }
 
-// Returns `yes` if the option is on. Uses bit operations, because GCC 12 does not vectorise a select with a loop-invariant
-// condition.
+// Returns `yes` if `option` is true, else `no`. Uses bit operations, because GCC 12 does not vectorise a select with a
+// loop-invariant condition.
 MARSRL_INLINE float pick(bool option, float yes, float no) {
   uint32_t y, n;
   std::memcpy(&y, &yes, sizeof y);
@@ -98,8 +98,8 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
   return picked;
 }
 
-// A loop over tokens must vectorise, so nothing branches on values that differ from token to token, and every condition selects a
-// float. Values of masked tokens are replaced before any arithmetic, because NaN times 0 is NaN.
+// Returns the term of one token. Loops over tokens must vectorise, so every condition on a token's values selects a float instead
+// of branching. Values of masked tokens are replaced before any arithmetic, because NaN times 0 is NaN.
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
   const bool has_k3 = objective.kl == kK3, has_bonus = objective.entropy_coef != 0.0f;
@@ -130,7 +130,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float importance = pick(is_tis, raw > objective.correction_high ? objective.correction_high : raw, raw);
   const float kl = importance * pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
 
-  // Clip the ratio: CISPO at both bounds, the clipped surrogate only at the bound beyond which it would improve further.
+  // CISPO clips the ratio at both bounds, the clipped surrogate only at the bound beyond which the surrogate would still improve.
   const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);

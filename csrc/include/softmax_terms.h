@@ -1,4 +1,4 @@
-// Arithmetic per logit that all passes over a row share: its terms in the softmax statistics, and its gradient dz.
+// Arithmetic per logit, used by all passes over a row: its terms of the softmax statistics, and its gradient dz.
 //
 //   d = (x - maximum) / tau,   p = e^d / sum,   log p_y and H = log sum - (sum of d e^d) / sum
 //   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH

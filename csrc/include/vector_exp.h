@@ -1,4 +1,4 @@
-// Polynomials for exp(x) and log(x) that the compiler can vectorise.
+// exp(x), exp(x) - 1 and log(x) by polynomials that the compiler can vectorise.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -8,7 +8,7 @@
 constexpr float kSmallestExponent = -87.0f;  // e^-87 = 1.6e-38, the smallest normal float32 is 1.2e-38
 constexpr float kLargestExponent = 88.0f;    // e^88 = 1.7e38, the largest float32 is 3.4e38
 
-// Terms of exp(x) = (1 + slope r) scale, with scale = 2^n.
+// Parts of exp(x) = (1 + slope * r) * scale, with scale = 2^n.
 struct ExpParts {
   float r, slope, scale;
 };
@@ -49,9 +49,10 @@ MARSRL_INLINE float vector_expm1(float x) {
   return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
-// Returns log(x) for positive normal x, with an error below 2e-6 near 1 and below 1e-5 elsewhere. That is enough: inputs have
-// been rounded to bfloat16, an error of 4e-3. At 0 the result is finite and below -87; for NaN it is NaN. x = 2^n (1 + r) with 1
-// + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
+// Returns log(x) for positive normal x, with an absolute error below 2e-6 near 1 and below 1e-5 elsewhere. This suffices for inputs
+// that were rounded to bfloat16, which changes their log by up to 4e-3. For 0 the result is finite and below -87; for NaN it is
+// NaN.
+// Method: x = 2^n (1 + r) with 1 + r in [sqrt(1/2), sqrt(2)), and log(1 + r) is r times a polynomial in r.
 MARSRL_INLINE float vector_log(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
