@@ -1,7 +1,7 @@
 # marsrl with one of the two locked sets, for CPUs or NVIDIA GPUs (docs/install.md, "In a container"):
 #   docker build -t marsrl:cpu .
 #   docker build -t marsrl:cuda --build-arg DEVICE=cuda --build-arg BASE=ubuntu:24.04 .
-# BASE must be Debian or Ubuntu with Python 3.12, or 3.11 for CPUs. CUDA's libraries come with the set, and the driver from the host.
+# BASE must be Debian or Ubuntu with Python 3.12 (for CPUs also 3.11). The set includes CUDA's libraries, but not the host's driver.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 

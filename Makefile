@@ -3,7 +3,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Set of libraries in .venv: cuda or cpu. A choice lasts until the next one. Empty: cuda if nvidia-smi lists a GPU, else cpu.
+# Locked set of libraries: cuda or cpu. Default: the set that .venv has, if any; otherwise cuda if nvidia-smi lists a GPU, else cpu.
 INSTALLED_DEVICE := $(shell cat $(STAMP) 2>/dev/null)
 MARSRL_DEVICE ?= $(INSTALLED_DEVICE)
 export MARSRL_DEVICE
@@ -20,22 +20,22 @@ INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q 
 # Tests of torch.compile. They run in a separate process, because our shim for Megatron turns torch.compile off.
 COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
 OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py
-# Tests may use more processes than there are cores, because they often wait for processes that start, were killed or are silent. Each
-# process takes about 9 s of CPU time to collect the tests.
+# pytest may use more processes than there are cores, because tests often wait for programs to start, or to be found dead or silent.
+# Each process takes about 9 s of CPU time to collect the tests.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
 # Version of Triton that the CUDA set's PyTorch installs. Our kernels are tested with it and with the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
-# Packages that the extras reasoning_gym and textarena, and notebooks, add to the locked set. They are for tests only, and not locked,
-# because some have no wheel.
+# Packages for tests of the extras reasoning_gym and textarena, and of notebooks. The locked sets lack them, because some have no
+# wheel.
 GAMES := build/games
 PYTEST := PYTHONPATH=$(CURDIR)/$(GAMES) $(PYTEST)
 
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 
-# Module that `make mutations` changes, and tests that should fail then.
+# Module that `make mutations` changes, and the tests that should then fail.
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
@@ -53,7 +53,7 @@ $(STAMP): constraints/install.sh constraints/cpu.txt constraints/cuda.txt setup.
 	constraints/install.sh
 	@echo "$(MARSRL_DEVICE)" >$@
 
-lock: install  ## constraints/cpu.txt and cuda.txt from cpu.in and cuda.in; keeps locked versions where possible
+lock: install  ## writes constraints/cpu.txt and cuda.txt from cpu.in and cuda.in; keeps locked versions where possible
 	for set in cpu cuda; do uv pip compile -q --no-header --annotation-style line --only-binary :all: \
 	  --python-version $$([ $$set = cpu ] && echo 3.11 || echo 3.12) --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
 	  $$([ $$set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$$set.in -o constraints/$$set.txt || exit; done
@@ -63,7 +63,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py run.name=$(TRAINED)
 	marsrl report runs/$(TRAINED)
 
-# `make real`: the seed, and the name of the run that imitates the tutors, which is done once for each seed.
+# Seed of `make real`, and the directory of the run that imitates the tutors, which runs once for each seed.
 SEED ?= 0
 PUPILS := runs/real_pupils_$(SEED)
 
@@ -109,7 +109,7 @@ test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and com
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)
 	PYTHONPATH=$(OTHER_TRITON) python -m pytest tests/kernels -m "not gpu and not multi_gpu" --ignore tests/kernels/interpreter -k "ahead or triton" -q
 
-cluster: install  ## training and failures on hosts made of namespaces (as root)
+cluster: install  ## training and failures on simulated hosts (network namespaces; needs root)
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	python -m pytest -v tests/cluster/test_cluster.py tests/cluster/all_cases.py
 
@@ -140,5 +140,5 @@ bench: install  ## benchmarks on this machine, and the default run on three seed
 	python benchmarks/learning.py --seeds 0 1 2
 	python benchmarks/run.py linear_policy_loss
 
-clean:  ## build products and cached warm starts (not .venv, not runs)
+clean:  ## removes build products and cached warm starts, but not .venv or runs
 	rm -rf build dist *.egg-info kernels/_lib "$${MARSRL_CACHE:-$$HOME/.cache/marsrl}/warm_start"

@@ -5,7 +5,7 @@
     run = marsrl.train(orchestration="solver", run={"steps": 4})
     print(run.metrics[-1])
 
-`import marsrl` imports nothing else; each name imports what it needs when it is first used.
+`import marsrl` loads no other module; each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The commands as functions: train, evaluate and teach a team in this process; and the class Run (docs/python_api.md).
+"""Functions that train, evaluate and teach a team in this process, and the class Run (docs/python_api.md).
 
-A call trains one rank in this process. When it returns, its engines, workers and Ray have ended too.
+Each function does the same as a command. It runs one rank, in this process. When it returns, its engines, workers and Ray have
+stopped.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
 class Error(Exception):
-    """Raised if settings or files cannot be used, or a run failed. The text is the command line's error message,
-    without the program's name."""
+    """Invalid settings or files, or a failed run. The text is the error message of the command line."""
 
 
 Error.__module__ = "marsrl"  # the name shown in tracebacks
@@ -80,10 +80,10 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float | None]]:
-        """One row for each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md). None stands for
-        non-finite values.
+        """Metrics of each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md).
 
-        Rows may have different keys. Accepted by pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist.
+        None stands for a value that is not finite. Rows may have different keys. For a table, pass the list to pandas.DataFrame
+        or pyarrow.Table.from_pylist.
         """
         file = RunDirectory(self.path).metrics
         with _errors():
@@ -109,7 +109,7 @@ class Run:
         return evaluate(self, **options)
 
     def report(self) -> Report:
-        """Write report.html and return it: curves, samples, problems, warnings. In a notebook it is shown."""
+        """Write report.html (curves, samples, problems, warnings) and return it. A notebook shows it below the cell."""
         from marsrl.commands.look.export import write_report
 
         with _errors():
@@ -135,7 +135,7 @@ def train(
     Args:
         config: a YAML file, a preset's name, or a mapping of settings.
         team, task: a class, or a value for the settings `orchestration` and `task`.
-        settings: override those of `config`: run={"steps": 4}, or **{"run.steps": 4}.
+        settings: settings that override those of `config`, as in run={"steps": 4} or **{"run.steps": 4}.
 
     Raises:
         Error: the settings cannot be used, or the run failed.
@@ -192,8 +192,9 @@ def evaluate(
     """Evaluate a team without training it, as `marsrl evaluate` does.
 
     Args:
-        config: as in `train`; or, to evaluate a run's team and weights, a run, its directory or one of its checkpoints.
-        out: folder for the evaluation and each finished draw; an earlier evaluation in it is resumed. Default: a new folder.
+        config: as in `train`. Or a run, its directory or one of its checkpoints, to evaluate that run's team and weights.
+        out: folder for the evaluation and each finished draw. If it has an earlier evaluation, this is resumed. Default: a new
+            folder.
 
     Raises:
         Error: the settings cannot be used, or the evaluation failed.
@@ -230,11 +231,12 @@ def try_team(
     """Play one problem with made-up answers, as `marsrl try` does, and show the team's calls; no model is needed.
 
     Args:
-        answers: an agent's answers, in the order of its calls: {"solver": ["one answer", "the next"]}; other answers are made up.
+        answers: each agent's answers, in the order of its calls: {"solver": ["one answer", "the next"]}. Others are made up.
         question, reference: a problem and its right answer. Default: a problem of the task.
         prompts: also show what each agent read.
 
-    Raises Error: the settings cannot be used.
+    Raises:
+        Error: the settings cannot be used.
     """
     read, origin = _read(config, team, task, settings)
     with _errors():
@@ -259,7 +261,7 @@ def _words(team: type | str | None, task: type | str | None, settings: Mapping[s
 
 
 def _as_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as command-line words key=value; values are written as JSON, which is valid YAML."""
+    """Return settings as command-line words key=value, with values as JSON, which is valid YAML."""
     words = []
     for key, value in settings.items():
         try:
@@ -295,7 +297,7 @@ def _check_process(call: str, config: RunConfig | None) -> None:
         needed = max(needed, layout.pipeline * parts)
     if needed > 1:
         raise Error(
-            f"marsrl.{call} runs one rank, in this process; expected {needed} ranks (WORLD_SIZE is {ranks}); start them with "
+            f"marsrl.{call} runs one rank, in this process, but this run needs {needed} (WORLD_SIZE is {ranks}); start them with "
             f"torchrun --nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
         )
     if threading.current_thread() is not threading.main_thread():
@@ -306,14 +308,14 @@ def _check_process(call: str, config: RunConfig | None) -> None:
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """Turn exceptions inside the block into Error, with the command line's error message."""
+    """Turn exceptions inside the block into Error, with the error message of the command line."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise Error(visible(refusal(error))) from error
     except Error:
         raise
-    except Exception as error:  # its text is the last line that the command would print
+    except Exception as error:  # the last line of the traceback that the command would print
         raise Error(visible(f"{type(error).__name__}: {error}")) from error
 
 
@@ -355,5 +357,8 @@ def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None
 
 
 def _clear(error: BaseException) -> None:
-    """Clear the local variables in the error's traceback: a notebook keeps the last exception, and so the model's memory."""
+    """Clear the local variables in the error's traceback.
+
+    A notebook keeps the last exception, whose traceback would otherwise keep the model in memory.
+    """
     traceback.clear_frames(error.__traceback__)

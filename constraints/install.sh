@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Create .venv, install a locked set, cpu.txt or cuda.txt, and then marsrl in editable mode. Called by `make install`; may be run
-# again. MARSRL_DEVICE=cuda|cpu selects the set; by default it is cuda if nvidia-smi lists a GPU, else cpu.
+# Create .venv, install one of the locked sets (cpu.txt or cuda.txt), and then marsrl in editable mode. `make install` calls this
+# script, which may be run again. MARSRL_DEVICE=cuda|cpu selects the set; by default it is cuda if nvidia-smi lists a GPU, else cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,7 +9,7 @@ die() { printf 'install: %s\n' "$*" >&2; exit 1; }
 
 case ${MARSRL_DEVICE:-} in
   cuda | cpu | "") ;;
-  *) die "MARSRL_DEVICE is '$MARSRL_DEVICE'; expected cuda or cpu, or nothing: cuda then where nvidia-smi lists a GPU, else cpu" ;;
+  *) die "MARSRL_DEVICE is '$MARSRL_DEVICE'; expected cuda or cpu; if it is unset, the set is cuda if nvidia-smi lists a GPU, else cpu" ;;
 esac
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
@@ -40,12 +40,12 @@ fits "$PYTHON" || die "$needs; $PYTHON is $("$PYTHON" --version 2>&1)"
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null \
   || die "$PYTHON has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
 [ "${MARSRL_BUILD:-auto}" = off ] || command -v g++ >/dev/null \
-  || die "g++ is missing (it builds the CPU kernels); on Debian or Ubuntu: apt-get install g++; or leave the kernels out: MARSRL_BUILD=off"
+  || die "g++ is missing (it builds the CPU kernels); on Debian or Ubuntu: apt-get install g++; or set MARSRL_BUILD=off to install without them"
 
 [ -x .venv/bin/python ] || { say "making .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
-# Replace pip's long output by the number of packages so far, every 25 packages.
+# Replace pip's long output by one line for every 25 packages.
 progress() {
   awk '/^(Collecting|Requirement already satisfied)/ { if (++n % 25 == 0) print "install: " n " packages found" }
        /^Installing collected packages/ { print "install: unpacking " n " packages" } { fflush() }'
@@ -58,7 +58,7 @@ other=$([ "$DEVICE" = cuda ] && echo cpu || echo cuda)
 lock=constraints/$DEVICE.txt
 rm -f .venv/.installed  # written again once everything is installed
 
-# Remove the other set first: both sets install torch/ and vllm/, and pip accepts torch 2.13.0+cpu as torch==2.13.0.
+# Remove the other set first: both sets install torch/ and vllm/, and pip considers torch==2.13.0 satisfied by 2.13.0+cpu.
 names() { sed -n 's/==.*//p' "$@" | tr 'A-Z_.' 'a-z--'; }
 installed=$(pip list --format=freeze)
 foreign=$(names <<<"$installed" | grep -xE "$(names "constraints/$other.txt" | paste -sd '|')|nvidia-.*" | grep -vxFf <(names "$lock") || true)

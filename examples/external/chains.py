@@ -1,4 +1,4 @@
-"""An environment for verifiers with the id `chains`: chains of sums, in words that the CPU's default policy knows."""
+"""Environment `chains` of the library verifiers: chains of sums, in the vocabulary of the default CPU policy."""
 
 import random
 

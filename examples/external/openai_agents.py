@@ -17,6 +17,6 @@ async def run(problem, client):
         clerk = agent("clerk", instructions="Answer, or hand off what is hard.", handoffs=[to_expert])
         try:
             await Runner.run(clerk, problem.question, run_config=OPTIONS, max_turns=4)
-        except ModelBehaviorError:  # a call of a tool that does not exist
+        except ModelBehaviorError:  # the model called a tool that does not exist
             return 0
     # Nothing is returned, so the task judges the last answer and rewards every agent that took part.

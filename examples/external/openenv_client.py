@@ -1,4 +1,4 @@
-"""An agent plays on a server of OpenEnv, whose observations and actions are texts. `pip install openenv-core==0.3.0`"""
+"""Environment in which an agent plays on an OpenEnv server, by texts. `pip install openenv-core==0.3.0`"""
 
 import os
 import zlib

@@ -1,4 +1,4 @@
-"""A server of OpenEnv with a game of its own for each session: guess a number. `pip install openenv-core==0.3.0`
+"""OpenEnv server on which every session plays its own game of guessing a number. `pip install openenv-core==0.3.0`
 
 python openenv_server.py [PORT]        default: 8000
 """

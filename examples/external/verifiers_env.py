@@ -31,7 +31,10 @@ class Chat(vf.Harness[vf.HarnessConfig]):
 
 
 async def run(problem, client):
-    """Play one session. The problem's id selects the task, the same for all its sessions; every tenth is for evaluation."""
+    """Play one session. The problem's id selects the task, so all sessions of a problem have the same task.
+
+    Every tenth task is for evaluation.
+    """
     own = [task for i, task in enumerate(TASKS) if (i % 10 == 0) == (problem.purpose != "train")]
     task = random.Random(problem.id).choice(own)
     seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # for harnesses with programs

@@ -31,8 +31,9 @@ class Games(OwnTask):
 
 
 class GuessNumber:
-    """Game of guessing a number. The guess is the last number in an answer. A right first guess earns 1, each later one a tenth
-    less.
+    """Game of guessing a number. The guess is the last number in an answer.
+
+    The reward is 1 for a right first guess, and a tenth less for each further guess.
     """
 
     max_tokens = 16  # maximum tokens of a turn
@@ -54,7 +55,10 @@ class GuessNumber:
 
 
 def tutored(rng: random.Random, is_careless: bool) -> list[str]:
-    """Play a game and return the chat's texts. A careful tutor halves the remaining range, a careless one guesses at random."""
+    """Play a game and return the texts of its chat.
+
+    A careful tutor halves the remaining range; a careless one guesses at random.
+    """
     game, low, high = GuessNumber(), 1, LARGEST
     chat = [game.reset(SimpleNamespace(answer=rng.randint(1, LARGEST)))]
     while True:
@@ -71,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="demonstrations to write")
     parser.add_argument("--games", type=int, default=260)
-    parser.add_argument("--careless", type=float, default=0.6, help="share of the games of careless tutors")
+    parser.add_argument("--careless", type=float, default=0.6, help="share of games that careless tutors play")
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
     rng, lines = random.Random(words.seed), list[str]()

@@ -19,10 +19,8 @@ class Remainders(OwnTask):
         ]
 
     def reward(self, problem, answer):
-        said, right = (
-            int(answer),
-            int(problem.answer),
-        )  # an answer that is not a number raises: a missing reward, never 0
-        if said == right:
+        # An answer that is not a number raises an error, so its reward is missing instead of 0.
+        number, right = int(answer), int(problem.answer)
+        if number == right:
             return 1.0
-        return self.options.one_off if abs(said - right) == 1 else 0.0
+        return self.options.one_off if abs(number - right) == 1 else 0.0

@@ -1,12 +1,13 @@
-"""Your own team: a checker decides whether a second solver is asked."""
+"""Your own team: a checker decides whether a second solver is called."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
 
 
 class SecondOpinion(Orchestration):
-    """The first agent solves and the checker judges. If it does not approve, the second solves from scratch, and its answer
-    counts.
+    """Team of two solvers and a checker.
+
+    The first solves, and the checker judges. If it does not approve, the second solves from scratch, and its answer counts.
     """
 
     agents = (AgentSpec("first"), AgentSpec("checker", Role.VERIFIER), AgentSpec("second"))

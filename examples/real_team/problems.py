@@ -80,7 +80,7 @@ def demonstrations(problem: Problem, rng: random.Random) -> list[dict[str, objec
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the three files are written")
+    parser.add_argument("folder", type=Path, help="folder for the three files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=400, help="problems to train on")
     parser.add_argument("--held-out", type=int, default=200, help="problems to evaluate on")

@@ -1,4 +1,4 @@
-"""A critic that gives no answer itself: its reward is the result of its critique."""
+"""A critic that gives no answer itself. Its reward is the outcome of its episode."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role

@@ -1,4 +1,4 @@
-"""A game of several turns that ends when it is won: guess the number that is the problem's answer."""
+"""A game of several turns, which ends when it is won: the agent guesses the number that is the problem's answer."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
@@ -34,8 +34,9 @@ class Guessing(Orchestration):
         return "Higher." if int(answer) < int(episode.problem.answer) else "Lower."
 
     def outcomes(self, episode):
-        """With credit.reward_scheme=outcome: 1 for a first guess that wins, a fifth less for each further guess, 0 for a lost
-        game.
+        """Return the outcome of each guess, its reward with credit.reward_scheme=outcome.
+
+        A game that the first guess wins gives 1, and each further guess costs 0.2. A lost game gives 0.
         """
         said = [sample for samples in episode.answers.values() for sample in samples]
         is_won = any(sample.answer == episode.problem.answer for sample in said)

@@ -1,4 +1,4 @@
-"""An agent with a tool: it writes a search query, and another agent answers from the results."""
+"""A search tool: one agent writes the query, and another answers from the results."""
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
