@@ -297,7 +297,7 @@ def _check_process(call: str, config: RunConfig | None) -> None:
         needed = max(needed, layout.pipeline * parts)
     if needed > 1:
         raise Error(
-            f"marsrl.{call} runs one rank, in this process, but this run needs {needed} (WORLD_SIZE is {ranks}); start them with "
+            f"marsrl.{call} runs one rank, in this process, but this run needs {needed} ranks (WORLD_SIZE is {ranks}); start them with "
             f"torchrun --nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
         )
     if threading.current_thread() is not threading.main_thread():

@@ -90,6 +90,6 @@ PATH="$PWD/.venv/bin:$PATH" pip install -q --no-deps --no-build-isolation -e .
 cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)')
 case $DEVICE:$cuda in
   cpu:None | cuda:13.*) ;;
-  *) die "the $DEVICE set was asked for, and torch.version.cuda is $cuda, not $([ "$DEVICE" = cpu ] && echo None || echo 13): pip's sources have another $torch" ;;
+  *) die "torch.version.cuda is $cuda, but the $DEVICE set needs $([ "$DEVICE" = cpu ] && echo None || echo 13): pip's sources have another build of $torch" ;;
 esac
 say "done"

@@ -52,18 +52,21 @@ def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Return an Implementation.why_not that checks only the first argument. name: the argument's name in the reason."""
+    """Return a function for Implementation.why_not that checks only the first argument, called `name` in the reason."""
     return lambda first, *_: why_not(name, first)
 
 
 def late_function(module: str, name: str) -> Callable[..., Any]:
-    """Return a wrapper that imports a function of marsrl.kernels.<module> at the first call, so that Triton is loaded late."""
+    """Return a wrapper of a function of marsrl.kernels.<module>, whose first call imports the module.
+
+    Triton is therefore imported only when it is needed.
+    """
     find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
     return lambda *args: find()(*args)
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """Return a callable for the single instance of a class of marsrl.kernels.<module>, created at the first call."""
+    """Return a function that creates an instance of a class of marsrl.kernels.<module> once, at its first call."""
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 

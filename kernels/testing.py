@@ -102,7 +102,10 @@ def assert_accurate(
 
 
 def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
-    """Split the rows into parts, each with blocks of its own, as (words for the message, [N] bool rows or None for all)."""
+    """Split the rows into the parts that get separate blocks.
+
+    Returns (words for the message, rows) for each part; rows is [N] bool, or None for all rows.
+    """
     if apart is None:
         return [("", None)]
     return [(words, rows) for words, rows in ((" apart", apart), (" of the others", ~apart)) if rows.any()]

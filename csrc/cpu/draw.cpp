@@ -54,7 +54,7 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
   float e[kBlock];
   exponentials(x + begin, size, maximum, e);
   double total = block ? sums[block - 1] : 0;
-  int64_t token = begin;  // becomes the last token of positive probability until `total` passes `point`
+  int64_t token = begin;  // set to each token of positive probability until `total` passes `point`
   for (int64_t i = 0; i < size && !(total > point); i++) {
     total += e[i];
     if (e[i] > 0) token = begin + i;

@@ -8,7 +8,7 @@
 
 struct Sums {
   float maximum;    // largest logit, before the temperature
-  double sum;       // sum of e^d with d = (x - maximum) / tau
+  double sum;       // sum of e^d, with d = (x - maximum) / tau
   double weighted;  // sum of d e^d
 };
 

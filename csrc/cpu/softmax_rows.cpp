@@ -40,9 +40,9 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
   return bad.token_or_minus_1();
 }
 
-// Computes partial statistics of a vocabulary shard or tile: partials [4, rows] double = maximum, sum, weighted sum, target
-// logit.
-//   local_targets [rows]: the target's column in this part; outside [0, columns): in another part, and the target logit is 0 here
+// Computes partial statistics of a vocabulary shard or tile.
+//   partials [4, rows] double: receives maximum, sum, weighted sum (struct Sums) and target logit
+//   local_targets [rows]: column of each target in this part. Targets outside [0, columns) are in another part; their logit is 0.
 //   exponentials [rows, exponentials_stride] bfloat16: receives e^d, and 0 in padding columns; null: they are not stored
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,

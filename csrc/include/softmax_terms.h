@@ -1,6 +1,6 @@
 // Arithmetic per logit, used by all passes over a row: its terms of the softmax statistics, and its gradient dz.
 //
-//   d = (x - maximum) / tau,   p = e^d / sum,   log p_y and H = log sum - (sum of d e^d) / sum
+//   d = (x - maximum) / tau,   p = e^d / sum,   log p_y = d_y - log sum,   H = log sum - (sum of d e^d) / sum
 //   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH
 #pragma once
 #include <cmath>

@@ -37,7 +37,7 @@ async def run(problem, client):
     """
     own = [task for i, task in enumerate(TASKS) if (i % 10 == 0) == (problem.purpose != "train")]
     task = random.Random(problem.id).choice(own)
-    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # for harnesses with programs
+    seat = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}  # for harnesses that start programs
     env = load_environment(vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": ID}, "agent": seat}))
     variable = f"KEY_OF_{client.session}"
     os.environ[variable] = client.api_key  # verifiers reads keys only from the environment

@@ -1,6 +1,7 @@
-"""verifiers in a separate process: its harness VERIFIERS_HARNESS (default: `null`) plays its environment VERIFIERS_ID.
+"""The library verifiers in a separate process: harness VERIFIERS_HARNESS plays environment VERIFIERS_ID.
 
-The harness starts a program, which requests answers through the session's URL and key. `pip install verifiers==0.4.0 uv==0.13.9`
+The default harness is `null`. It starts a program, which requests answers through the session's URL and key.
+`pip install verifiers==0.4.0 uv==0.13.9`
 """
 
 import asyncio

@@ -21,7 +21,7 @@ RULES = f"I think of a whole number from 1 to {LARGEST}. Guess it in {MOST} turn
 
 
 class Games(OwnTask):
-    """Task with twenty games for each number to train on, and seven to evaluate on; the environment gives the reward."""
+    """Task with 20 training games and 7 evaluation games for each number; the environment gives the reward."""
 
     def problems(self):
         return [(f"game {i}", str(i % LARGEST + 1)) for i in range(20 * LARGEST)]

@@ -16,7 +16,7 @@ def group_advantage_cpu(
     keeps_single: bool,
     eps: float,
 ) -> Tensor:
-    """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
+    """Compute A = (R - mean of the mean set) / (std of the std set + eps); arguments as in reference.py."""
     contiguous_rewards = rewards.detach().contiguous()
     mean_sets = mean_set_of.contiguous()
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()

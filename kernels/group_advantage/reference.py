@@ -53,8 +53,12 @@ def group_advantage_reference(
 ) -> Tensor:
     """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
 
+    rewards: [S]; a missing reward is NaN, and its advantage 0.
     compared: [S] in the dtype of rewards, the values over which means are taken; NaN values are left out.
     weights: [S] float64, weight of each reward in the variance; a set's weights sum to its number of compared values.
+    mean_set_of, std_set_of: [S] int64, the sets over which each sample's mean and std are taken.
+    is_unbiased: divide the variance by n - 1 instead of n.
+    keeps_single: a set with a single value has mean 0 and std 1; otherwise its samples have the advantage 0.
     """
     values, known = compared.double(), rewards.double()
     of_mean = set_statistics(values, mean_set_of)

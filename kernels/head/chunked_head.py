@@ -8,10 +8,12 @@
 
 dz is the gradient of the loss with respect to the logits. It is computed only for active rows: those with a nonzero coefficient.
 
-HostChunks (CPU): dz overwrites the logits of its chunk, and the next chunk's logits follow in the same buffer. bfloat16 models on
-the CPU use tiles.py instead. DeviceChunks: logits and dz have separate buffers. The host queues the next chunk before it reads
-how many rows of the last one are active, so the device does not idle. ShardChunks (a vocabulary shard on a device): there are two
-buffers of logits, because the ranks exchange a chunk's statistics while the next chunk's logits are computed.
+On the CPU (HostChunks), dz overwrites the logits of its chunk, and the next chunk's logits follow in the same buffer. bfloat16
+models on the CPU use tiles.py instead.
+
+On a device (DeviceChunks), logits and dz have separate buffers. The host queues the next chunk before it reads how many rows of
+the last one are active, so the device does not idle. A vocabulary shard on a device (ShardChunks) has two buffers of logits,
+because the ranks exchange a chunk's statistics while the next chunk's logits are computed.
 """
 
 from collections import deque

@@ -52,7 +52,7 @@ class HeadGemms:
         if not self._is_narrow and (reason := why_no_full_float32(weight.is_cuda)):
             found = f"hidden {hidden_dtype}, weight {weight.dtype}".replace("torch.", "")
             raise RuntimeError(
-                f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
+                f"output head ({found}): {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
             )
         # True if hidden_and_weight_gradient needs memory (`room`) for dz in bfloat16. False if V is not a multiple of 32: torch
         # 2.13's AMX product then reads past the end of a row of dz, so a NaN in one row would reach dX of the previous row.

@@ -13,7 +13,10 @@ from marsrl.kernels.head.vocabulary import Head
 
 @dataclass(frozen=True)
 class Wanted:
-    """Choice of the gradients to compute. weight_dtype: final dtype of dW, to which the caller rounds a float32 dW."""
+    """Choice of the gradients to compute.
+
+    hidden, weight: whether to compute dX and dW. weight_dtype: final dtype of dW; the caller rounds a float32 dW to it.
+    """
 
     hidden: bool = False
     weight: bool = False

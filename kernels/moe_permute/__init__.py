@@ -78,9 +78,7 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
     token_of, row_of, bounds, weight_of = order
     _check_order("moe_permute", hidden, row_of.numel(), token_of, row_of, bounds)
     if bounds.numel() != hidden.shape[0] + 1:
-        raise ValueError(
-            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as in its order"
-        )
+        raise ValueError(f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as in order")
     check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
     check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)
     results: tuple[Tensor, Tensor] = _PERMUTE(hidden, weights, *order)

@@ -23,7 +23,10 @@ class Terms:
 
 
 def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
-    """Return each sequence's mean of values, [S]; 0 without values. values: [n]. sequence_of: [n] int64, sequence per value."""
+    """Return the mean of each sequence's values, [S]; 0 for a sequence without values.
+
+    values: [n]. sequence_of: [n] int64, the sequence of each value.
+    """
     total = values.new_zeros(num_sequences).index_add_(0, sequence_of, values)
     count = values.new_zeros(num_sequences).index_add_(0, sequence_of, torch.ones_like(values))
     return total / count.clamp(min=1)

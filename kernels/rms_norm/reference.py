@@ -17,7 +17,10 @@ def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, ep
 
 
 def rotated(rows: Tensor, rotation: Tensor, *, is_back: bool = False) -> Tensor:
-    """Rotate columns i and N/2 + i of rows [R, N] by angle i of the row's token, as in rms_norm; is_back: by minus that angle."""
+    """Rotate columns i and N/2 + i of rows [R, N] by angle i of the row's token, as in rms_norm.
+
+    is_back: rotate by minus that angle.
+    """
     of_token = rows.view(rotation.shape[0], rows.shape[0] // max(1, rotation.shape[0]), rows.shape[1])
     cos, sin = rotation.unsqueeze(1).to(rows.dtype).chunk(2, dim=-1)
     sin = -sin if is_back else sin

@@ -76,11 +76,11 @@ def test_settings_that_no_file_could_hold_are_refused() -> None:
 
 def test_several_ranks_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        marsrl.Error, match=r"expected 4 ranks \(WORLD_SIZE is 1\); start them with torchrun --nproc-per-node 4"
+        marsrl.Error, match=r"needs 4 ranks \(WORLD_SIZE is 1\); start them with torchrun --nproc-per-node 4"
     ):
         marsrl.train(policies={"main": {"layout": {"tensor": 2, "pipeline": 2}}})
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(marsrl.Error, match=r"expected 2 ranks \(WORLD_SIZE is 2\); start them with torchrun"):
+    with pytest.raises(marsrl.Error, match=r"needs 2 ranks \(WORLD_SIZE is 2\); start them with torchrun"):
         marsrl.train()
 
 

@@ -109,7 +109,7 @@ WRONG = {
         ({"targets": tensor([0, 0, 0, 40])}, r"targets\[3\] is 40, expected 0..39"),
     ],
     "moe_permute": [
-        ({"hidden": zeros(3, 8)}, "hidden has 3 tokens, expected 2 as in its order"),
+        ({"hidden": zeros(3, 8)}, "hidden has 3 tokens, expected 2 as in order"),
         ({"weights": zeros(2)}, r"order.weight_of has values in 0..3, expected 0..1"),
         ({"order": ORDER._replace(row_of=ints(2))}, r"order.token_of has shape \[3\], expected \[2\]"),
         ({"order": ORDER._replace(token_of=tensor([0, 1, 2]))}, r"order.token_of has values in 0..2, expected 0..1"),

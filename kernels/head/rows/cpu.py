@@ -24,7 +24,7 @@ def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Return (inverse temperature per token or None, common inverse temperature); the second is used if the first is None."""
+    """Return the two inverse temperatures of the C functions: [T] or None, and the one to use if that is None."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 

@@ -50,7 +50,10 @@ class Rows:
 
     @staticmethod
     def of(mask: Tensor | None, num_tokens: int, is_late: bool = False) -> "Rows":
-        """Select the tokens of a [T] bool mask; None: all. is_late: leave the count pending instead of waiting for the device."""
+        """Select the tokens of a [T] bool mask; None: all tokens.
+
+        is_late: leave the count pending instead of waiting for the device.
+        """
         if mask is None or num_tokens == 0:
             return Rows(None, 0, num_tokens)
         if is_late:

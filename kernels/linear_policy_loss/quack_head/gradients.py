@@ -1,7 +1,7 @@
 """Gradients of the head from exponentials, one chunk after the other.
 
 exponentials [R, V] bfloat16, and sum e^d, sum d e^d of each tile           gemms.py, by QuACK
-statistics of the rows                                                      triton_kernels.py
+statistics of the rows, from these sums                                     triton_kernels.py
 terms.evaluate: coefficients of the objective                               head/rows
 changed exponentials and a factor v per row, with dz = v exponentials       triton_kernels.py
 dX = v (exponentials @ weight),   dW += exponentials.T @ (v hidden)         head/gemms.py, by cuBLAS

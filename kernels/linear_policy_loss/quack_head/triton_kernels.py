@@ -106,7 +106,7 @@ def prepare_rows(
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32, from list_active
-    packed,  # [.., columns] bfloat16: receives the active rows; None: all rows stay in place, and those not active become 0
+    packed,  # [.., columns] bfloat16: receives the active rows; None: rows stay in place, and inactive rows become 0
     v,  # [rows of packed, or num_rows] float32
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
