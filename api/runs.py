@@ -1,6 +1,6 @@
-"""Functions that train, evaluate and teach a team in this process, and the class Run (docs/python_api.md).
+"""Functions that train, evaluate and teach a team in this process, and the class Run.
 
-Each function does the same as a command. It runs one rank, in this process. When it returns, its engines, workers and Ray have
+See docs/python_api.md. Each function does the same as a command. It runs one rank, in this process. When it returns, its engines, workers and Ray have
 stopped.
 """
 
@@ -109,7 +109,10 @@ class Run:
         return evaluate(self, **options)
 
     def report(self) -> Report:
-        """Write report.html (curves, samples, problems, warnings) and return it. A notebook shows it below the cell."""
+        """Write report.html, with curves, samples, problems and warnings, and return it.
+
+        A notebook shows it below the cell.
+        """
         from marsrl.commands.look.export import write_report
 
         with _errors():
@@ -297,8 +300,9 @@ def _check_process(call: str, config: RunConfig | None) -> None:
         needed = max(needed, layout.pipeline * parts)
     if needed > 1:
         raise Error(
-            f"marsrl.{call} runs one rank, in this process, but this run needs {needed} ranks (WORLD_SIZE is {ranks}); start them with "
-            f"torchrun --nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
+            f"marsrl.{call} runs one rank, in this process, but this run needs {needed} ranks (WORLD_SIZE is {ranks}); "
+            f"start them with torchrun --nproc-per-node {needed} and trainer/main.py, with the same settings in a file "
+            "or as key.sub=value"
         )
     if threading.current_thread() is not threading.main_thread():
         raise Error(

@@ -35,9 +35,10 @@ class MainGrad:
 def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
     """Add grad_output.T @ total_input to main_grad in place, like apex's function of this name, which Megatron calls.
 
-    total_input: [T, in]; grad_output: [T, out], in the same dtype; main_grad: [out, in] float32. 16-bit tensors need a GPU: torch
-    2.13 has no such GEMM for CPUs. The GEMM accumulates directly into float32, which saves rounding the gradient to 16 bits,
-    writing it, and reading it again in a kernel that adds it.
+    total_input: [T, in]. grad_output: [T, out], in the same dtype. main_grad: [out, in] float32.
+
+    The GEMM accumulates directly into float32. This avoids rounding the gradient to 16 bits, writing it, and reading it again in
+    a kernel that adds it. 16-bit tensors need a GPU: torch 2.13 has no such GEMM for CPUs.
     """
     if total_input.dtype == torch.float32:
         main_grad.addmm_(grad_output.t(), total_input)

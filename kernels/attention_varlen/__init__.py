@@ -35,9 +35,9 @@ def attention_varlen(
         q: [T, N, D] float; k, v: [T_k, N_kv, D], N a multiple of N_kv (grouped queries).
         cu_seqlens: [S+1] int, boundaries of the sequences in q; empty sequences are allowed.
         cu_seqlens_k: [S+1] int, boundaries of the sequences in k and v, each with at least as many keys as queries. None:
-            cu_seqlens.
+            the same as cu_seqlens.
         scale: any finite number; None = 1 / sqrt(D).
-        causal: a query sees no later key; a sequence's last query is aligned with its last key.
+        causal: True if a query attends to no later key; the last query of a sequence is aligned with its last key.
         max_seqlen: upper bound of the sequence lengths, with which flash-attn launches fewer blocks. None: the number of tokens.
         deterministic: make the gradient bitwise reproducible, as it always is with our own kernels. flash-attn 2 then needs
             several copies of the gradient of q, each of 4 T N D bytes, which it adds in order.

@@ -17,8 +17,10 @@ _BLOCK = 256
 class PaddedSegments:
     """Segments padded to a common length.
 
-    source [B * L] int64: the token at each padded position; padding repeats a segment's last token.
-    places [n], tokens [n] int64: positions of the real tokens in source, and their indices.
+    num_segments, length: B and L.
+    source: [B * L] int64, the token at each padded position; padding repeats a segment's last token.
+    places: [n] int64, the positions of real tokens in source.
+    tokens: [n] int64, the tokens at these positions.
     """
 
     num_segments: int

@@ -2,7 +2,7 @@
 
     forward   o = softmax(scale q k^T) v by the running maximum and sum of arXiv:2205.14135, algorithm 1
     backward  p = exp(s - lse), dp = do v^T, ds = p (dp - delta), delta = sum(do o)     (arXiv:2307.08691, algorithm 2)
-              dq = scale ds k in one kernel; dk = scale ds^T q, dv = p^T do in another: no atomics, the same bits each time
+              dq = scale ds k in one kernel; dk = scale ds^T q, dv = p^T do in another; no atomics, so the bits repeat
 
 The grid size follows from shapes alone, so the host never reads cu_seqlens. A sequence s of n tokens that starts at token b owns
 the tiles from number b // BLOCK + s up to, but not including, (b + n) // BLOCK + s + 1, which is the next sequence's first tile.

@@ -34,10 +34,10 @@ def group_advantage(
     """Compute A = (R - mean) / (std + eps) over each sample's set (arXiv:2402.03300, section 4.1.2; arXiv:2602.08847).
 
     Args:
-        rewards: [S] float; NaN = missing: left out of mean, std and count, with advantage 0.
+        rewards: [S] float. NaN is a missing reward: it is left out of mean, std and count, and its advantage is 0.
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
-        instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
+        instance_of: [S] int in [0, S): the rollout instance (one draw of a problem) that the sample belongs to.
         session_of: [S] int in [0, S): the session of each sample. A session's samples must be in the same sets, and each of a
             session's n rewards has the weight 1/n. None: every sample counts by itself.
         normalise: "group": take mean and std over the group. "agent" (Dr. MAS): over all samples of the agent in the instance.

@@ -34,8 +34,8 @@ def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -
 
     A target must be in the vocabulary, and a temperature a positive, finite number.
 
-    On a device no value is read by the host. A bad value sets the flag, which raise_bad_values reads later, and makes the token's
-    log-prob NaN. For this, bad temperatures are replaced by NaN in `head` and in the returned temperature.
+    On a device, the host reads no value. A bad value sets the flag, which raise_bad_values reads later, and makes the token's
+    log-prob NaN. To do so, bad temperatures become NaN in `head` and in the returned temperature.
     """
     is_bad = (head.targets < 0) | (head.targets >= head.vocab_size)
     expected = f"0..{head.vocab_size - 1}; mask the tokens that have no target"

@@ -1,4 +1,7 @@
-"""Statistics of a vocabulary in parts (shards of several ranks, or tiles of one rank), combined from four numbers per part."""
+"""Statistics of a vocabulary in parts, combined from four numbers per row and part.
+
+A part is the shard of a rank, or a tile of one rank's shard.
+"""
 
 import torch
 import torch.distributed as dist
@@ -29,10 +32,10 @@ def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: St
     """Fill `out` at the rows from the result of `combined`, [4, R]."""
     maximum, total, weighted, target_logit = whole
     log_sum = total.log()
-    # Use float32 as the row kernels do, so that a vocabulary in parts gives the same log-prob as a whole vocabulary.
+    # In float32, as in the row kernels, so that a vocabulary in parts gives the same log-prob as a whole one.
     centred = (target_logit - maximum).float() * head.inverse_temperature_at(rows)
     logprobs = centred - log_sum
-    if not is_host:  # a target outside the vocabulary is in no part
+    if not is_host:  # a target outside the vocabulary has no logit in any part
         targets = rows.take(head.targets)
         logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
     rows.put(out.logprobs, logprobs.float())

@@ -19,9 +19,10 @@ from marsrl.kernels.head.rows.subset import Rows
 class Support:
     """Columns of the whole vocabulary from which each of T tokens was drawn.
 
-    ids [n] int32: the columns of all tokens, concatenated. starts, counts [T] int64: token t has the columns
-    ids[starts[t]:][:counts[t]], without duplicates; a count of 0 stands for every column. most: upper bound of counts, known to
-    the host.
+    ids: [n] int32, the columns of all tokens, concatenated.
+    starts, counts: [T] int64. Token t has the columns ids[starts[t]:][:counts[t]], without duplicates; a count of 0 stands for
+        every column.
+    most: upper bound of counts, known to the host.
     """
 
     ids: Tensor

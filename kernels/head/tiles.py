@@ -95,7 +95,10 @@ def policy_gradients_by_tiles(
 def _exponentials(
     kernels: "CpuRowKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
 ) -> Tensor:
-    """Fill `exponentials` tile by tile, and return each tile's RowKernels.partials, [tiles, 4, R] float64."""
+    """Fill `exponentials` tile by tile, and return the partials of each tile.
+
+    The result is [tiles, 4, R] float64; RowKernels.partials defines the four numbers.
+    """
     gemms = gradients.gemms
     hidden = chunk.take(gradients.hidden).float()
     cuts = gemms.tiles()

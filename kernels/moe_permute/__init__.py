@@ -21,10 +21,10 @@ class RowOrder(NamedTuple):
 
     T is the number of tokens. All tensors are int64, and are made without synchronisation with a device.
 
-    token_of [R]: the token of each row.
-    row_of [R]: the rows of token 0 in the order of its experts, then those of token 1, and so on.
-    bounds [T+1]: each token's first index in row_of; R at the end.
-    weight_of [R]: index of each row's weight in the router's weights [T, E], flattened.
+    token_of: [R], the token of each row.
+    row_of: [R], the rows of token 0 in the order of its experts, then those of token 1, and so on.
+    bounds: [T+1], each token's first index in row_of; R at the end.
+    weight_of: [R], index of each row's weight in the router's weights [T, E], flattened.
     """
 
     token_of: Tensor

@@ -33,7 +33,7 @@ def forward_rows(
 ):  # fmt: skip
     """Norm and rotate rows. Grid (blocks of rows).
 
-    rotation: [tokens, width] float32 or None; each of its rows is for rows_of_token rows of x. half: width / 2.
+    rotation: [tokens, width] float32 or None; each row applies to rows_of_token consecutive rows of x. half: width / 2.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -7,7 +7,10 @@ from marsrl.kernels.checks import sequence_of_tokens
 
 
 def sequence_sums_reference(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Return [2, S] float64: each sequence's sum of values [T] over its tokens in mask [T], and their number."""
+    """Return [2, S] float64: the sum of each sequence's values in the mask, and the number of these values.
+
+    values, mask: [T].
+    """
     sequence_of = sequence_of_tokens(cu_seqlens, values.numel())
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     # Replace masked values rather than multiplying by 0, because they may be NaN.

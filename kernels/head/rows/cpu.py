@@ -24,7 +24,7 @@ def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Return the two inverse temperatures of the C functions: [T] or None, and the one to use if that is None."""
+    """Return the C functions' inverse temperatures: [T] or None, and the one to use if that is None."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 

@@ -47,10 +47,14 @@ def exponentials(
     weighted: Tensor,
     target_logits: Tensor,
 ) -> None:
-    """Compute e^d with d = z - m into out [R, V] bfloat16, and the sums of e^d and d e^d per row and tile, [R, V / TILE] float32.
+    """Compute e^d with d = z - m, and its sums per row and tile.
 
-    hidden [R, H] and weight [V, H] are bfloat16; inverse_temperature and offsets (m) are [R] float32; targets are [R] int64.
-    target_logits [R] float32 receives z of the target. It stays unchanged where the target is outside 0 .. V - 1.
+    hidden: [R, H] bfloat16. weight: [V, H] bfloat16.
+    inverse_temperature, offsets: [R] float32; offsets has m.
+    targets: [R] int64.
+    out: [R, V] bfloat16, receives e^d.
+    totals, weighted: [R, V / TILE] float32, receive the sums of e^d and of d e^d.
+    target_logits: [R] float32, receives z of the target. It stays unchanged where the target is outside 0 .. V - 1.
     """
     _exponentials.gemm(
         hidden,

@@ -85,8 +85,9 @@ def quack_gradients(
 class Product:
     """First product of a chunk. Its number of rows, R, is rounded up to whole tiles.
 
-    exponentials: [R, V] bfloat16. totals, weighted: [R, tiles] float32, each tile's sums of e^d and d e^d. of_rows: [3, R]
-    float32: inverse temperature, offset m and target's logit of each row.
+    exponentials: [R, V] bfloat16.
+    totals, weighted: [R, tiles] float32, each tile's sums of e^d and d e^d.
+    of_rows: [3, R] float32, each row's inverse temperature, offset m, and logit of the target.
     """
 
     def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
