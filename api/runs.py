@@ -1,7 +1,7 @@
 """Functions that train, evaluate and teach a team in this process, and the class Run.
 
-See docs/python_api.md. Each function does the same as a command. It runs one rank, in this process. When it returns, its engines, workers and Ray have
-stopped.
+Each function does the same as a command (docs/python_api.md). It runs one rank, in this process. When it returns, its engines,
+workers and Ray have stopped.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Return a function for Implementation.why_not that checks only the first argument, called `name` in the reason."""
+    """Return a why_not for Implementation that checks only the first argument, called `name`."""
     return lambda first, *_: why_not(name, first)
 
 
@@ -66,7 +66,10 @@ def late_function(module: str, name: str) -> Callable[..., Any]:
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """Return a function that creates an instance of a class of marsrl.kernels.<module> once, at its first call."""
+    """Return a function that returns one instance of a class, which its first call creates.
+
+    module, name: the class is marsrl.kernels.<module>.<name>.
+    """
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 

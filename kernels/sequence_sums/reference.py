@@ -7,7 +7,7 @@ from marsrl.kernels.checks import sequence_of_tokens
 
 
 def sequence_sums_reference(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """Return [2, S] float64: the sum of each sequence's values in the mask, and the number of these values.
+    """Return the sum of each sequence's values in the mask, and their number, [2, S] float64.
 
     values, mask: [T].
     """
