@@ -32,7 +32,7 @@ _FLAGS: dict[tuple[str, str, torch.device], _Flag] = {}
 def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -> float | Tensor:
     """Raise ValueError for the first token inside mask [T] with a bad target or temperature.
 
-    A target must be in the vocabulary, and a temperature a positive, finite number.
+    A target must be in the vocabulary, and a temperature a positive, finite number. Returns the temperature.
 
     On a device, the host reads no value. A bad value sets the flag, which raise_bad_values reads later, and makes the token's
     log-prob NaN. To do so, bad temperatures become NaN in `head` and in the returned temperature.

@@ -154,9 +154,9 @@ class HeadGemms:
         hidden: [n, H]. grad_hidden: [n, H]. grad_weight: [V, H].
         dz_of: takes a slice from `tiles`, and returns these columns of dz, [n, columns] float32, valid until its next call.
         adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
-        once from float32.
+            once from float32.
         room: [n, V] bfloat16, memory in which all pieces of dz are collected. grad_hidden must then be bfloat16, and is computed
-        as a single product, like a bfloat16 grad_weight. None: grad_hidden is float32.
+            as a single product, like a bfloat16 grad_weight. None: grad_hidden is float32.
         """
         narrow_hidden, hidden = hidden, hidden.float()
         in_one = room is not None and grad_weight is not None and grad_weight.dtype == room.dtype
