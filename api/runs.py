@@ -65,7 +65,9 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run on disk, finished or not. Holds no process and no open file; every access reads the run's files.
+    """A run on disk, finished or not.
+
+    Holds no process and no open file; every access reads the run's files.
 
     Properties and methods raise Error if files are missing or damaged.
     """
@@ -159,7 +161,10 @@ def train(
 
 
 def _train(prepared: PreparedRun) -> None:
-    """Train in a separate stack frame: if the run fails, _running clears the frame's references to the model."""
+    """Train in a separate stack frame.
+
+    If the run fails, _running clears the frame's references to the model.
+    """
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train as loop
 
@@ -168,7 +173,9 @@ def _train(prepared: PreparedRun) -> None:
 
 
 def sft(config: Config = None, *, team: type[Orchestration] | str | None = None, **settings: Any) -> Run:
-    """Teach a team's policies from data.demonstrations, as `marsrl sft` does, and write the models to the run's folder hf.
+    """Teach a team's policies from data.demonstrations, as `marsrl sft` does.
+
+    The models are written to the run's folder hf.
 
     Arguments and errors: as in `train`.
     """
@@ -231,7 +238,9 @@ def try_team(
     prompts: bool = False,
     **settings: Any,
 ) -> Rehearsal:
-    """Play one problem with made-up answers, as `marsrl try` does, and show the team's calls; no model is needed.
+    """Play one problem with made-up answers, as `marsrl try` does, and show the team's calls.
+
+    No model is needed.
 
     Args:
         answers: each agent's answers, in the order of its calls: {"solver": ["one answer", "the next"]}. Others are made up.
@@ -341,7 +350,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None) -> Iterator[None]:
-    """Run the block as the command line does: turn exceptions into Error or KeyboardInterrupt, and release the run's lock.
+    """Turn exceptions in the block into Error or KeyboardInterrupt, and release the run's lock.
 
     weights: folder of the weight files, if the run has engines.
     """

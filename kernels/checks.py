@@ -42,7 +42,10 @@ def check(
 def check_cu_seqlens(
     op: str, cu_seqlens: Tensor, num_tokens: int, device: torch.device, name: str = "cu_seqlens"
 ) -> int:
-    """Check the boundaries of packed sequences and return S, the number of sequences. Values are checked only on the CPU."""
+    """Check the boundaries of packed sequences and return S, the number of sequences.
+
+    Values are checked only on the CPU.
+    """
     check(op, name, cu_seqlens, (None,), INTEGERS, device)
     if cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} is empty, expected [S+1] boundaries that start with 0")
@@ -62,7 +65,10 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """Return why a float64 tensor is unsupported (kernels compute in float32); None for other dtypes, or without a tensor."""
+    """Return why the tensor is unsupported if it is float64, else None.
+
+    The kernels compute in float32. Without a tensor, the result is None.
+    """
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"

@@ -42,7 +42,11 @@ class Kernels(Protocol):
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Return the gradients of the leading arguments, one per entry of `needs`; None where the entry is False."""
+        """Return the gradients of the leading arguments, one per entry of `needs`.
+
+        A gradient is None if its entry is False. args: arguments of `forward`. saved: tensors that it returned for the
+        backward. grads: gradients of its outputs.
+        """
 
 
 class Recomputed:

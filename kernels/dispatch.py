@@ -45,7 +45,10 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """Return None if a CPU implementation can read the tensor, else the reason. name: the tensor's name in the reason."""
+    """Return None if a CPU implementation can read the tensor, else the reason.
+
+    name: the tensor's name in the reason.
+    """
     return (
         None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this implementation reads host memory"
     )

@@ -58,7 +58,10 @@ _CPU_FUNCTIONS: Declarations = {
 
 
 class Objective(ctypes.Structure):
-    """Struct Objective of csrc/include/policy_objective.h. options: the numbers of PolicyObjective.options."""
+    """Struct Objective of csrc/include/policy_objective.h.
+
+    options: the numbers of PolicyObjective.options.
+    """
 
     _fields_ = [
         ("options", ctypes.c_float * NUM_OPTIONS),

@@ -33,7 +33,9 @@ class MainGrad:
 
 
 def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
-    """Add grad_output.T @ total_input to main_grad in place, like apex's function of this name, which Megatron calls.
+    """Add grad_output.T @ total_input to main_grad in place.
+
+    Replaces apex's function of this name, which Megatron calls.
 
     total_input: [T, in]. grad_output: [T, out], in the same dtype. main_grad: [out, in] float32.
 
@@ -47,7 +49,10 @@ def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: T
 
 
 def check_main_grad(op: str, weight: Tensor, main_grad: Tensor) -> None:
-    """Raise ValueError unless main_grad is float32, not expanded, and has the shape and device of the weight."""
+    """Raise ValueError unless main_grad is a float32 buffer for the gradient of this weight.
+
+    It must have the weight's shape and device, and must not be expanded.
+    """
     check(op, "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
     if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
         raise ValueError(f"{op}: main_grad is expanded, expected separate memory for each element")

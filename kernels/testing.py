@@ -23,7 +23,9 @@ _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64:
 
 
 def off_by_an_ulp(values: Tensor) -> Tensor:
-    """Move each value up or down by one ulp of float32, with the same signs for the same shape on every machine.
+    """Move each value up or down by one ulp of float32.
+
+    The signs depend only on the shape; they are the same on every machine.
 
     Returns float64. On a GPU, 16-bit values are also made smaller, because tensor cores truncate sums to float32, whereas other
     units round them (doi:10.7717/peerj-cs.330). Truncation loses half an ulp on average for every 16 products, which is n / 32
@@ -112,7 +114,10 @@ def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
 
 
 def _matrix(values: Tensor, rows: Tensor | None) -> Tensor:
-    """Return the chosen rows as a matrix [N, M]: all dimensions but the last are flattened; a vector has M = 1."""
+    """Return the chosen rows as a matrix [N, M].
+
+    All dimensions but the last are flattened; a vector has M = 1.
+    """
     if rows is not None:
         values = values[rows]
     return values.reshape(-1, 1) if values.dim() < 2 else values.flatten(0, -2)

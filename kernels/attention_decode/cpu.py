@@ -18,7 +18,10 @@ _PARALLEL_NUMBERS = 1 << 16
 
 
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return the output [S, N, D] that reference.py defines; cache entries beyond a sequence's length are never read."""
+    """Return the output [S, N, D] that reference.py defines.
+
+    Cache entries beyond a sequence's length are never read.
+    """
     q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")

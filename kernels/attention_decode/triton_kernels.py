@@ -97,7 +97,10 @@ def decode_sum(
     HEAD_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Sum the splits of one head and sequence, each weighted by its share of the softmax; splits without keys are skipped."""
+    """Sum the splits of one head and sequence, each weighted by its share of the softmax.
+
+    Splits without keys are skipped.
+    """
     row = tl.program_id(0).to(tl.int64)  # index into [S, N]
     length = tl.load(lengths + row // num_heads).to(tl.int32)
     dims = tl.arange(0, HEAD_SIZE)

@@ -33,7 +33,10 @@ class PaddedSegments:
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
 @torch.inference_mode(False)  # the cached result may later be saved for a backward, which inference tensors cannot be
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
-    """Group segments by length so that at most half of the positions are padding: about log2(longest / shortest) groups."""
+    """Group segments by length so that at most half of the positions are padding.
+
+    There are about log2(longest / shortest) groups.
+    """
     segments = sorted(
         ((end - begin, begin) for begin, end in pairwise(bounds) if end > begin), key=lambda s: (-s[0], s[1])
     )

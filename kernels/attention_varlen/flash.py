@@ -71,7 +71,10 @@ def attention_varlen_flash(
     max_seqlen: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return the output [T, N, D] that reference.py defines; flash-attn also aligns a causal mask at the last key."""
+    """Return the output [T, N, D] that reference.py defines.
+
+    Like the reference, flash-attn aligns a causal mask at the last key.
+    """
     function = _function(version.module)
     assert not isinstance(function, str), function
     result = function(
@@ -131,7 +134,10 @@ def _function(module: str) -> Callable[..., Any] | str:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """Return None if varlen_attn supports these arguments, of which the last is `deterministic`, else the reason."""
+    """Return None if varlen_attn supports these arguments, else the reason.
+
+    The last argument is `deterministic`.
+    """
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward pass is deterministic only under torch.use_deterministic_algorithms(True)"
     return why_not_flash_kernels(q)

@@ -14,7 +14,10 @@ def attention_varlen_reference(
     causal: bool,
     *_: object,
 ) -> Tensor:
-    """Return the output [T, N, D]; if causal, query i of a sequence with m queries and n keys sees the keys up to i + n - m."""
+    """Return the output [T, N, D].
+
+    If causal, query i of a sequence with m queries and n keys sees the keys up to i + n - m.
+    """
     outputs = []
     bounds_q, bounds_k = cu_seqlens.tolist(), cu_seqlens_k.tolist()
     repeats = q.shape[1] // k.shape[1]

@@ -37,7 +37,10 @@ class TilePlan:
 
 
 def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
-    """Choose tile sizes that fit the registers of sm_80 and sm_90; test_ops_ahead_of_time.py checks the compiled code."""
+    """Choose tile sizes that fit the registers of sm_80 and sm_90.
+
+    test_ops_ahead_of_time.py checks the compiled code.
+    """
     if dtype == torch.float32:  # no tensor cores: exact float32 products
         size = 32 if head_size <= 64 else 16
         return TilePlan(*(Tiles(32, size, 8, 1),) * 2, Tiles(size, 32, 8, 1))

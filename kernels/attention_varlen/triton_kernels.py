@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of_tile(cu_seqlens, tile, num_sequences, BLOCK: tl.constexpr):
-    """Return the sequence that owns this tile: the last sequence whose first tile number is at most this one."""
+    """Return the sequence that owns this tile, the last one whose first tile is not after it."""
     low = tl.zeros((), tl.int32)
     high = low + num_sequences - 1
     while low < high:
@@ -57,7 +57,10 @@ def forward_over_keys(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add the sequence's keys from `first` to `end` to the running sums; last_visible [M]: last key that each query sees."""
+    """Add the sequence's keys from `first` to `end` to the running sums, and return the sums.
+
+    last_visible: [M], the last key that each query sees.
+    """
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, HEAD_SIZE)
     for start in range(first, end, BLOCK_N):
@@ -108,7 +111,10 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Compute out [T, N, D] and the log-sum-exp lse [N, T] (float32, base 2) for one tile of queries of one head."""
+    """Compute the output and its log-sum-exp for one tile of queries of one head.
+
+    out: [T, N, D]. lse: [N, T] float32, to base 2.
+    """
     head = (tl.program_id(0) % num_heads).to(tl.int64)  # programs with neighbouring ids share keys and values
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
@@ -187,7 +193,10 @@ def attention_query_gradient(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Compute grad_q [T, N, D] for one tile of queries of one head, and delta [N, T] float32 for the next kernel."""
+    """Compute the gradient of one tile of queries of one head.
+
+    grad_q: [T, N, D]. delta: [N, T] float32, sum(do o) of each query, which the next kernel reads.
+    """
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
@@ -271,7 +280,10 @@ def attention_key_gradients(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Compute grad_k, grad_v [T_k, N_kv, D] for one tile of keys of one key head, summed over its query heads."""
+    """Compute the gradients of one tile of keys and values of one key head.
+
+    grad_k, grad_v: [T_k, N_kv, D], summed over the query heads that share the key head.
+    """
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
     tile = tl.program_id(0) // num_key_heads
     sequence = sequence_of_tile(cu_seqlens_k, tile, num_sequences, BLOCK_N)

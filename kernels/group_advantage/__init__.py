@@ -31,7 +31,9 @@ def group_advantage(
     singleton: str = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute A = (R - mean) / (std + eps) over each sample's set (arXiv:2402.03300, section 4.1.2; arXiv:2602.08847).
+    """Compute A = (R - mean) / (std + eps) over each sample's set.
+
+    See arXiv:2402.03300, section 4.1.2, and arXiv:2602.08847.
 
     Args:
         rewards: [S] float. NaN is a missing reward: it is left out of mean, std and count, and its advantage is 0.

@@ -16,7 +16,10 @@ class SetStatistics:
 
 
 def set_statistics(values: Tensor, set_of: Tensor) -> SetStatistics:
-    """Compute the statistics of each sample's set. values: [S] float64, NaN = missing. set_of: [S] int64 in [0, S)."""
+    """Compute the statistics of each sample's set.
+
+    values: [S] float64, NaN = missing. set_of: [S] int64 in [0, S).
+    """
     is_present = ~values.isnan()
     count = _total(is_present.double(), set_of)
     mean = _total(torch.where(is_present, values, 0.0), set_of) / count.clamp(min=1)

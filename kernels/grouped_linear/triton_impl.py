@@ -14,7 +14,10 @@ from marsrl.kernels.triton_machine import on_device_of
 
 
 def plan_tiles(dtype: torch.dtype) -> dict[str, int]:
-    """Return launch options: a tile of the result is BLOCK_M by BLOCK_N, summed over BLOCK_K terms per step."""
+    """Return launch options.
+
+    A tile of the result is BLOCK_M by BLOCK_N; a step of the loop sums BLOCK_K terms.
+    """
     m, n, k, num_warps, num_stages = (32, 32, 32, 4, 1) if dtype == torch.float32 else (128, 128, 64, 8, 3)
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": num_warps, "num_stages": num_stages}
 

@@ -35,7 +35,10 @@ def rows_times_matrices(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out [T, num_out] = x [T, num_in] @ matrix_e.T per expert e; matrix_e [num_out, num_in] may be a transposed view."""
+    """Compute out = x @ matrix.T for the rows and the matrix of each expert.
+
+    x: [T, num_in]. matrices: [num_experts, num_out, num_in], which may be a transposed view. out: [T, num_out].
+    """
     num_column_tiles = tl.cdiv(num_out, BLOCK_N)
     column = tl.program_id(0) % num_column_tiles  # programs with neighbouring ids share rows
     tile = tl.program_id(0) // num_column_tiles
@@ -79,7 +82,9 @@ def matrix_gradients(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute out [E, num_out, num_in] = grad_out.T @ x over each expert's rows; 0 for an expert without rows.
+    """Compute out = grad_out.T @ x over the rows of each expert; 0 for experts without rows.
+
+    out: [E, num_out, num_in].
 
     stride_expert: distance between two experts' matrices in out, in elements; each matrix is contiguous.
     ADDS: accumulate into out; the matrices of experts without rows then stay unchanged.

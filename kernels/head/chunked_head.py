@@ -121,7 +121,7 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Compute a chunk's statistics, objective and gradients, in a single pass if the implementation supports it."""
+        """Compute a chunk's statistics, objective and gradients, in one pass if the kernels support that."""
         if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
             to = self.waiting.room(chunk.count)
             self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
@@ -183,7 +183,10 @@ class DeviceChunks(Chunks):
 
 
 class ShardChunks(DeviceChunks):
-    """Chunks of a vocabulary shard on a device; a chunk's statistics are exchanged while the next logits are computed."""
+    """Chunks of a vocabulary shard on a device.
+
+    Ranks exchange a chunk's statistics while the logits of the next chunk are computed.
+    """
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         self._flights: deque[ShardStatistics] = deque()
@@ -273,7 +276,10 @@ def policy_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Compute statistics, objective and gradients of these rows of hidden [T, H]; the logits are computed once."""
+    """Compute statistics, objective and gradients of these rows of hidden [T, H].
+
+    The logits are computed once.
+    """
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
     of_tiles = host_kernels_of_tiles(kernels, head, hidden)
     if of_tiles is not None and wanted.any:
@@ -287,7 +293,10 @@ def policy_gradients(
 
 
 def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted) -> HeadGradients:
-    """Compute dX and dW from statistics, dL/dlogp and dL/dH. The logits are recomputed, so T active rows take 6THV FLOPs."""
+    """Compute dX and dW from statistics, dL/dlogp and dL/dH.
+
+    The logits are recomputed, so T active rows take 6THV FLOPs.
+    """
     is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
     if host_kernels_of_tiles(kernels, head, hidden) is not None:

@@ -126,7 +126,10 @@ class HeadGemms:
         return gradient
 
     def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor) -> Tensor:
-        """Add dz [n, V].T @ hidden [n, H] to total [V, H] float32 in place; return a new tensor if total is None."""
+        """Add dz [n, V].T @ hidden [n, H] to total [V, H] float32 in place, and return it.
+
+        If total is None, return the product as a new tensor.
+        """
         if self._multiplies_narrow:
             if total is None:
                 total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)

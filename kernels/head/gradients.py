@@ -31,7 +31,9 @@ NOTHING = Wanted()
 
 
 class HeadGradients:
-    """Accumulator of a head's gradients dX [T, H] and dW [V, H] over chunks of rows; a gradient not wanted is None.
+    """Accumulator of a head's gradients dX [T, H] and dW [V, H] over chunks of rows.
+
+    A gradient that is not wanted is None.
 
     grad_weight is also None if no row was active. It is float32, or wanted.weight_dtype if a single product on the CPU computes
     all of it.
@@ -105,7 +107,10 @@ class HeadGradients:
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
-    """Return the tokens as Rows: as a range if contiguous, which only the CPU can check without synchronisation."""
+    """Return the tokens as Rows, as a range if they are contiguous in CPU memory.
+
+    On a device this check would synchronise.
+    """
     if tokens.device.type == "cpu":
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == tokens.numel():

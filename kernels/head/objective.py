@@ -16,7 +16,9 @@ NUM_OPTIONS = 8  # length of PolicyObjective.options
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Options of the token loss. The defaults are GRPO/DAPO's clipped surrogate with DMMPT (masking of well-mastered tokens).
+    """Options of the token loss.
+
+    The defaults are GRPO/DAPO's clipped surrogate with DMMPT (masking of well-mastered tokens).
 
     Each trained token adds the following to the loss, times its sequence's weight and divided by the normaliser:
 

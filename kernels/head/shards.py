@@ -13,7 +13,9 @@ from marsrl.kernels.head.vocabulary import Head
 
 
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Combine parts [W, 4, R] float64 into [4, R] of the whole vocabulary, both in the form of RowKernels.partials.
+    """Combine partial statistics [W, 4, R] float64 into those of the whole vocabulary, [4, R].
+
+    RowKernels.partials defines the four numbers.
 
     Parts are added in the order of W, so that all ranks get the same bits.
     """

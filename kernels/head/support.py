@@ -35,7 +35,7 @@ class Support:
         return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
 
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
-        """Set the logits of a part of the vocabulary, [R, columns], to -inf outside of each row's support, in place.
+        """Set the logits [R, columns] of a vocabulary part to -inf outside of each row's support.
 
         first_column, num_columns: the part's offset in the vocabulary, and its number of real columns. Each row gets `most` slots
         for ids, so that the host does not have to read counts from the device.

@@ -113,7 +113,10 @@ def _exponentials(
 
 
 def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slopes, gradients: HeadGradients) -> None:
-    """Add the gradients of these rows (tokens) from known statistics, tile by tile; every row must be active."""
+    """Add the gradients of these rows (tokens) from known statistics, tile by tile.
+
+    Every row must be active.
+    """
     gemms = gradients.gemms
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
     largest = max(sizes, default=0)

@@ -39,7 +39,9 @@ def linear_logprob(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> LogProb:
-    """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature), in 8THV FLOPs including the backward.
+    """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature).
+
+    Forward and backward take 8THV FLOPs.
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.

@@ -14,7 +14,9 @@ def linear_logprob_reference(
     num_columns: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the target's log-prob and the entropy, both [T], in float32, or float64 for float64 input. All logits are stored.
+    """Return the target's log-prob and the entropy, both [T], in float32, or float64 for float64 input.
+
+    All logits are stored.
 
     Logits of padding columns, and outside of a token's support, are -inf, where p and p log p are 0.
 

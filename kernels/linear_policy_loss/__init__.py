@@ -38,7 +38,9 @@ def linear_policy_loss(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> PolicyLoss:
-    """Compute the loss of inputs.objective for softmax(hidden @ weight.T / temperature); the forward also computes the gradient.
+    """Compute the loss of inputs.objective for softmax(hidden @ weight.T / temperature).
+
+    The forward also computes the gradients.
 
     A token-level objective has derivatives c = dL/dlog p and e = dL/dH that depend only on the token's own log-prob and entropy.
     Computing the logits once therefore gives the loss and all gradients:
@@ -112,7 +114,10 @@ class _Call:
 
     @property
     def wanted(self) -> Wanted:
-        """The gradients to compute: none if grad mode is off, as in evaluation and in a forward that will be recomputed."""
+        """The gradients to compute; none if grad mode is off.
+
+        It is off in evaluation, and in a forward that will be recomputed.
+        """
         is_differentiable = torch.is_grad_enabled()
         return Wanted(
             hidden=is_differentiable and self.hidden.requires_grad,
@@ -184,7 +189,7 @@ def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
 
 
 def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:
-    """Compute the loss and, if wanted, the gradients for a grad_output of 1, in as few passes as the objective allows.
+    """Compute the loss and, if wanted, the gradients for a grad_output of 1.
 
     gradients_of: policy_gradients, or a function with its signature.
 

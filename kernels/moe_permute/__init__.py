@@ -34,7 +34,9 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """Return the order for routing_map [T, E] bool, True where a token goes to an expert. num_rows: number of True entries.
+        """Return the order for routing_map [T, E] bool, True where a token goes to an expert.
+
+        num_rows: number of True entries.
 
         Raises:
             ValueError: a map in host memory does not have num_rows True entries. A map on a device is not checked: with fewer
@@ -50,7 +52,10 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_experts(cls, expert_of: Tensor) -> "RowOrder":
-        """Return the order for R tokens with one expert each, expert_of [R]; the weights of moe_permute are then [R]."""
+        """Return the order for R tokens with one expert each.
+
+        expert_of: [R] int. The weights of moe_permute are then [R].
+        """
         check("RowOrder", "expert_of", expert_of, (None,), INTEGERS)
         token_of = expert_of.argsort(stable=True)
         bounds = torch.arange(expert_of.numel() + 1, device=expert_of.device, dtype=torch.int64)

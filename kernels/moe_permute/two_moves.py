@@ -9,7 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """Functions copies(tokens [T, H], token_of, row_of, bounds) -> [R, H] and sums(rows [R, H], row_of, bounds) -> [T, H]."""
+    """Two functions that move rows, of one implementation.
+
+    copies: (tokens [T, H], token_of, row_of, bounds) -> rows [R, H].
+    sums: (rows [R, H], row_of, bounds) -> tokens [T, H].
+    """
 
     copies: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -18,7 +18,7 @@ from marsrl.kernels.policy_loss.terms import agent_sums, as_read, policy_terms, 
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> PolicyLoss:
-    """Compute the loss of inputs.objective on given log-probs, differentiable through logprobs and entropy.
+    """Compute the loss of inputs.objective from log-probs and entropies; differentiable in both.
 
     logprobs, entropy: [T] float, nats: the current policy's log-prob and entropy of each token.
 

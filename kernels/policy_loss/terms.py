@@ -12,7 +12,7 @@ from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(tokens: PolicyTokens) -> bool:
-    """Return True if a token's coefficient depends on the current log-probs of other tokens in its sequence."""
+    """Return True if a token's coefficient depends on the log-probs of its whole sequence."""
     if tokens.old_logprobs is None:
         return tokens.objective.correction == "sequence_mask"
     return tokens.objective.ratio == "sequence"
@@ -52,7 +52,10 @@ def total_loss(sums: Tensor) -> Tensor:
 
 
 def as_read(values: Tensor) -> Tensor:
-    """Return the values as row kernels read them: float32, contiguous, detached; unchanged if they already are."""
+    """Return the values as row kernels read them: contiguous float32, detached.
+
+    Values that already are this are returned unchanged.
+    """
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()

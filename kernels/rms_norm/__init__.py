@@ -66,7 +66,7 @@ def _dense(
 
 
 def _results(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocate [R, N] in the dtype of rows, and 1 / sqrt(mean(x^2) + eps) [R] float32, which the backward reads."""
+    """Allocate the output [R, N] and 1 / sqrt(mean(x^2) + eps) [R] float32, for the backward."""
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 

@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float) -> Tensor:
-    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N], then rotate if a rotation is given.
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N].
+
+    If a rotation is given, the result is then rotated.
 
     The arithmetic is float32 (float64 if an input is), rounded once.
     """

@@ -91,7 +91,10 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) of a program. They depend only on the width, so a row's bits do not depend on other rows."""
+    """Return (rows, columns, warps) of a program.
+
+    They depend only on the width, so a row's bits do not depend on other rows.
+    """
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
     return rows, block, max(4, rows * block // 512)

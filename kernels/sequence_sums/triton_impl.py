@@ -13,7 +13,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.constexpr):
-    """Compute sums [2, S] float64: each sequence's sum of values at tokens in the mask, and the number of these tokens."""
+    """Compute the sum of each sequence's values in the mask, and their number, into sums [2, S]."""
     sequence = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int64), tl.load(cu_seqlens + sequence + 1).to(tl.int64)
     total = tl.zeros((), tl.float64)

@@ -42,7 +42,10 @@ def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BL
 def gradient_rows(
     products, weights, grad, grad_products, grad_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute gradients of rows. Grid (blocks of rows); a program loops over the columns and sums each weight's gradient."""
+    """Compute gradients of rows.
+
+    Grid (blocks of rows); a program loops over the columns and sums each weight's gradient.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     weight = tl.full([ROWS], 1.0, tl.float32)
@@ -67,7 +70,10 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Return (rows, columns) of a program, from the width alone, so that a row's bits do not depend on the number of rows."""
+    """Return (rows, columns) of a program.
+
+    They depend only on the width, so a row's bits do not depend on the number of rows.
+    """
     block = min(WIDEST, triton.next_power_of_2(width))
     return max(1, ELEMENTS // block), block
 

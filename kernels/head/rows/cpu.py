@@ -19,7 +19,10 @@ KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
 def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
-    """Return the first arguments of the C row functions: rows of logits, head.width apart, and their targets."""
+    """Return the first arguments of the C row functions, which describe the logits and their targets.
+
+    Rows of logits are head.width elements apart.
+    """
     return logits, head.width, rows.count, head.num_columns, rows.ids, rows.first, head.targets
 
 
@@ -127,7 +130,9 @@ class CpuPolicyTerms:
     def in_one_walk(
         self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
     ) -> LateCount:
-        """Compute statistics, objective and gradients in one pass over each row; one rank must have the whole vocabulary.
+        """Compute statistics, objective and gradients in one pass over each row.
+
+        One rank must have the whole vocabulary.
 
         statistics.logprobs and statistics.entropy must be the arrays that were passed to RowKernels.policy_terms.
         """

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Softmax statistics per token, [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum.
+    """Softmax statistics per token, [T] float32.
+
+    logprobs: log-prob of the target. entropy: in nats. maximum: largest raw logit z. log_sum: log of the sum below.
 
     With d = (z - maximum) / tau:  log_sum = log sum e^d,  log p_y = d_y - log_sum,  H = log_sum - sum d e^d / sum e^d.
     """
@@ -78,17 +80,22 @@ class PolicyTerms(Protocol):
 
     @property
     def in_one_walk(self) -> "Callable[[Tensor, Rows, Head, Statistics, Tensor, Tensor], LateCount] | None":
-        """Function that does RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, while a row is in the cache.
+        """Function that computes statistics, objective and gradients in one pass, or None.
 
-        Its arguments are logits, rows, head, statistics, out and active. None if the implementation has no such function, as on a
-        device.
+        It does RowKernels.statistics, `evaluate` and RowKernels.gradients for one row after the other, while the row is in the
+        cache. Its arguments are logits, rows, head, statistics, out and active. None: there is no such function, as on a device.
         """
 
     def evaluate(self, rows: Rows) -> None:
-        """Evaluate the objective at these tokens, except those outside the mask. Each token may be evaluated only once."""
+        """Evaluate the objective at these tokens, except those outside the mask.
+
+        Each token may be evaluated only once.
+        """
 
     def sums(self) -> Tensor:
-        """Return sums over the tokens evaluated so far: [A, len(METRICS)] float64, per agent, in the order of objective.METRICS.
+        """Return sums over the tokens evaluated so far, [A, len(METRICS)] float64.
+
+        Row a has the sums of agent a, in the order of objective.METRICS.
 
         Bitwise reproducible.
         """
@@ -107,7 +114,10 @@ class RowKernels:
     is_host: bool
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
-        """Compute the logits of hidden states [R, H] into out [R, V] float32, -inf outside of each row's support (support.py)."""
+        """Compute the logits of hidden states [R, H] into out [R, V] float32.
+
+        Logits outside of a row's support (support.py) are -inf.
+        """
         gemms.logits(hidden, out)
         head.restrict_(out, rows)
         return out

@@ -18,7 +18,10 @@ class LateCount:
     """
 
     def __init__(self, value: Tensor | int):
-        """Queue the copy of `value`: a number, or a [] or [1] integer tensor that the work queued so far computes."""
+        """Queue the copy of the value.
+
+        value: a number, or a [] or [1] integer tensor that the work queued so far computes.
+        """
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:
@@ -38,7 +41,9 @@ class LateCount:
 
 @dataclass(frozen=True)
 class Rows:
-    """Subset of the packed tokens: `ids` [R] int64, ascending; if ids is None, the `count` tokens from `first` on.
+    """Subset of the packed tokens.
+
+    ids: [R] int64, the tokens, ascending. None: the `count` tokens from `first` on.
 
     If `late` is set, only the first late.wait() tokens count, and count is an upper bound: `settled` drops the others.
     """
@@ -70,7 +75,9 @@ class Rows:
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
-        """Yield these rows in order, in chunks whose sizes repeat `sizes` in a cycle; the last chunk holds the rest.
+        """Yield these rows in order, in chunks whose sizes repeat `sizes` in a cycle.
+
+        The last chunk has the remaining rows.
 
         Where a chunk begins does not depend on the number of rows, so neither do the bits of a row's result. If the count is
         still pending, its upper bound limits the first chunk, and the true count the others.

@@ -42,7 +42,10 @@ def exact_exp(x):
 
 @triton.jit
 def exact_expm1(x):
-    """Return e^x - 1 to float32 precision. Near 0 two terms of the series are used, with a relative error below x^2 / 6."""
+    """Return e^x - 1 to float32 precision.
+
+    Near 0 two terms of the series are used, with a relative error below x^2 / 6.
+    """
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
@@ -155,7 +158,10 @@ def finish_rows(
     BLOCK: tl.constexpr,
     BLOCK_PIECES: tl.constexpr,
 ):
-    """Compute each row's statistics from its pieces. A target outside the vocabulary gets log-prob NaN. Grid (blocks of rows)."""
+    """Compute each row's statistics from its pieces.
+
+    A target outside the vocabulary gets log-prob NaN. Grid (blocks of rows).
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
@@ -229,7 +235,10 @@ def divergence(x, KL: tl.constexpr):
 def clipped_surrogate(
     log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
 ):
-    """Return (surrogate float64, its derivative by log p, True if the token was clipped) for "clip" or "cispo"."""
+    """Return (surrogate, slope, is_clipped) of a token, for "clip" or "cispo".
+
+    The surrogate is float64; the slope is its derivative with respect to log p.
+    """
     ratio = exact_exp(clamped(log_ratio))
     low = 1.0 - clip_low
     high = 1.0 + clip_high
@@ -250,7 +259,10 @@ def clipped_surrogate(
 
 @triton.jit
 def put_agent_sums(at, num_agents, agent, is_kept, loss, is_clipped, is_masked, is_clamped, entropy, kl):
-    """Store sums over each agent's tokens in the order of objective.METRICS. at: address of [num_agents, NUM_SUMS] float64."""
+    """Store sums over each agent's tokens in the order of objective.METRICS.
+
+    at: address of [num_agents, NUM_SUMS] float64.
+    """
     for a in range(num_agents):
         is_mine = is_kept & (agent == a)
         tl.store(at + NUM_SUMS * a, tl.sum(tl.where(is_mine, loss, 0.0), axis=0))
@@ -283,7 +295,10 @@ def policy_terms(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Evaluate policy_term of csrc/include/policy_objective.h for a block of tokens. Grid (blocks of rows)."""
+    """Evaluate policy_term of csrc/include/policy_objective.h for a block of tokens.
+
+    Grid (blocks of rows).
+    """
     (
         advantages, log_ratio, log_drift, old_logprobs, rollout_logprobs, reference_logprobs, gate, dropped, weights,
         agent_of, mask,
@@ -388,7 +403,10 @@ def list_active(
     count,  # [1] int32
     BLOCK: tl.constexpr,
 ):
-    """List the active rows. Grid (1,): a chunk has few rows, and a single program needs no second pass to add up counts."""
+    """List the active rows.
+
+    Grid (1,): a chunk has few rows, and a single program needs no second pass to add up counts.
+    """
     base = tl.zeros((), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         rows = begin + tl.arange(0, BLOCK)

@@ -138,7 +138,10 @@ class Product:
 
 
 def finish(head: Head, chunk: Rows, statistics: Statistics, product: Product, is_beyond: Tensor) -> None:
-    """Fill `statistics` at the chunk's rows; is_beyond [1] int32 becomes 1 if exponentials relative to a row's m overflow."""
+    """Fill `statistics` at the chunk's rows.
+
+    is_beyond: [1] int32, set to 1 if exponentials relative to a row's m overflow.
+    """
     totals, of_rows, tiles = product.totals, product.of_rows, product.totals.shape[1]
     with on_device_of(totals):
         triton_kernels.finish_rows[(chunk.count,)](
@@ -182,9 +185,10 @@ def _add_gradients(
 def prepare(
     head: Head, chunk: Rows, slopes: Slopes, exponentials: Tensor, place_of: Tensor, of_rows: Tensor, v: Tensor
 ) -> None:
-    """Compute a factor v per row, [n] float32, and change the exponentials so that v times a row of them is its dz.
+    """Compute a factor v per row, and change the exponentials so that v times them is dz.
 
-    exponentials [R, V] are changed in place if of_rows is the same tensor. Otherwise of_rows [n, V] receives the active rows.
+    v: [n] float32, receives the factors. exponentials: [R, V], changed in place if of_rows is the same tensor. Otherwise of_rows,
+    [n, V], receives the active rows.
     """
     with on_device_of(exponentials):
         triton_kernels.prepare_rows[(chunk.count, triton.cdiv(head.width, PIECE_COLUMNS))](

@@ -73,7 +73,10 @@ def finish_rows(
     is_beyond,  # [1] int32: becomes 1 if a sum exceeds MOST
     BLOCK: tl.constexpr,
 ):
-    """Compute statistics from each row's partial sums. A target outside the vocabulary gets log-prob NaN. Grid (num_rows)."""
+    """Compute statistics from each row's partial sums.
+
+    A target outside the vocabulary gets log-prob NaN. Grid (num_rows).
+    """
     row = tl.program_id(0).to(tl.int64)
     token = token_of(ids, first, row)
     lanes = tl.arange(0, BLOCK)
@@ -111,7 +114,9 @@ def prepare_rows(
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Change exponentials and compute v, so that v times exponentials is dz. Grid (num_rows, pieces of columns).
+    """Change exponentials and compute v, so that v times exponentials is dz.
+
+    Grid (num_rows, pieces of columns).
 
     v = -c / (temperature sum). The target's exponential becomes (p - 1) sum, and its dz is then c (1 - p) / temperature; 1 - p is
     computed by expm1.
