@@ -154,7 +154,7 @@ class HeadGemms:
 
         Takes one piece of the vocabulary at a time, so that each piece of the weight is converted to float32 once.
 
-        hidden: [n, H]. grad_hidden: [n, H]. grad_weight: [V, H].
+        dz: [n, V]. hidden, grad_hidden: [n, H]. weight, grad_weight: [V, H].
         dz_of: takes a slice from `tiles`, and returns these columns of dz, [n, columns] float32, valid until its next call.
         adds: accumulate into grad_weight, which must then be float32. Otherwise grad_weight may have any dtype, and is rounded
             once from float32.

@@ -12,8 +12,11 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """Return the sum of each sequence's values in the mask, and their number, [2, S] float64.
 
-    values: [T], any float dtype; not read where mask is False. mask: [T] bool; None: all tokens. cu_seqlens: [S+1] int. The arguments are not
-    checked.
+    values: [T], any float dtype; not read where mask is False.
+    mask: [T] bool; None: all tokens.
+    cu_seqlens: [S+1] int.
+
+    The arguments are not checked.
     """
     return _OP(values, mask, cu_seqlens)
 

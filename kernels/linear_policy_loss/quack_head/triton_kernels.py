@@ -10,7 +10,7 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-MOST = tl.constexpr(2.0**100)  # largest allowed sum of exponentials: log p of the target is then -69
+MOST = tl.constexpr(2.0**100)  # largest allowed sum of exponentials, which is e^(-log p) of the target: log p is at least -69
 
 
 @triton.jit
