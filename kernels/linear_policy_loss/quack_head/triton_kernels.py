@@ -10,7 +10,8 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-MOST = tl.constexpr(2.0**100)  # largest allowed sum of exponentials, which is e^(-log p) of the target: log p is at least -69
+# Largest allowed sum of exponentials relative to the target: about 1 / p of the target, so log p is at least -69.
+MOST = tl.constexpr(2.0**100)
 
 
 @triton.jit
