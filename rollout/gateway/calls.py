@@ -69,8 +69,8 @@ class SessionEnd:
 
     reward: reward of every sample. rewards: rewards by agent or uid; {} if nothing is rewarded. If both are None, the task judges
     `answer`, or else the session's last answer. turn_rewards: additional reward of each call's answer; () if no answer has one.
-    fates: fate of each call's answer, in order of the calls. read: uids of samples with an answer that the program read,
-    ordered by when it read the last one. origins: origins of samples, by uid.
+    fates: fate of each call's answer, in order of the calls. read: uids of samples with an answer that the program read, in the
+    order in which it read each sample's last answer. origins: origins of samples, by uid.
     """
 
     reward: float | None = None

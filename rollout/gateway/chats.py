@@ -69,7 +69,7 @@ class Reader(Protocol):
     closing: str
 
     def opening(self, name: str) -> str:
-        """Return the beginning of a turn that calls this function, or any ("")."""
+        """Return the text with which a turn begins that calls the function `name`; "" stands for any function."""
 
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said: ...
 
@@ -97,7 +97,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. settings: the agent's settings, which take precedence over those in a request.
+    """An agent as programs see it.
+
+    settings: the agent's settings; its sampling settings take precedence over those in a request.
     max_response_tokens: maximum length of a turn.
 
     reader: parser of the agent's turns; None: the whole text is content. server: openai.api of a policy behind a server, where

@@ -28,8 +28,8 @@ class ExternalConfig(Settings):
     max_calls: Count = 256
     """maximum calls of a session (instead of rollout.max_turns); further ones are rejected"""
     max_lineages: Count = 64
-    """maximum names of lineages that a session's calls give in headers (docs/external.md); calls with further names are
-    rejected"""
+    """maximum number of distinct lineage names in the headers of a session's calls (docs/external.md); calls with further
+    names are rejected"""
     superseded: Literal["mask", "train"] = "mask"
     """treatment of an answer that no later call continues, if the program repeated its request after reading it. mask:
     discarded, without gradient; train: trained like all others. Equal requests open at the same time are branches; an answer

@@ -85,8 +85,8 @@ class Found:
 
     token_ids [N]: tokens of the answered chat. answered: its messages, with thoughts that the client did not send back and with
     the original ids of tool calls. new: messages of the new call after the answered chat. behind: sample of the answered chat.
-    call: number of the call whose answer ends it. is_tip: True if the sample can be extended; otherwise a new sample begins with
-    the same tokens.
+    call: number of the call whose answer ends the answered chat. is_tip: True if the sample can be extended; otherwise a new
+    sample begins with the same tokens.
     """
 
     token_ids: IntArray

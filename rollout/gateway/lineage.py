@@ -65,7 +65,10 @@ def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 class Prefixes:
-    """Tokens of an agent's samples in a session, sorted: the sample with the longest common prefix is a neighbour."""
+    """Tokens of an agent's samples in a session, sorted.
+
+    A sample that shares the longest prefix with given tokens is then next to the position where these would be inserted.
+    """
 
     def __init__(self) -> None:
         self._sorted: list[Strand] = []
@@ -82,7 +85,7 @@ class Prefixes:
         strand.token_ids = np.concatenate([strand.token_ids, token_ids])
 
     def longest(self, token_ids: IntArray) -> tuple[Strand, int] | None:
-        """Return (the strand with the longest common prefix, its length in tokens); None if no strand shares a token."""
+        """Return (strand with the longest common prefix, number of tokens in this prefix); None if no strand shares a token."""
         for strand in self._unsorted:
             insort(self._sorted, strand, key=_key)
         self._unsorted.clear()

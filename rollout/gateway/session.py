@@ -88,9 +88,9 @@ class Session:
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
     _calls: list[_Asked] = field(default_factory=list)
-    _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order
+    _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order of reading
     _answered: dict[str, int] = field(default_factory=dict)  # numbers of calls, by the ids of their answers
-    refusals: dict[str, None] = field(default_factory=dict)  # texts of rejected calls
+    refusals: dict[str, None] = field(default_factory=dict)  # error messages of rejected requests, in order
     _is_over: bool = False
     _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # keeps calls in order of arrival
     _num_open: int = 0  # calls being parsed or answered
@@ -201,7 +201,7 @@ class Session:
     def _rewards(
         self, given: Mapping[str, Any], settled: Settled
     ) -> tuple[dict[str, float], dict[Lineage, list[float]], list[tuple[int, float]]]:
-        """Return the rewards in `given`, a part of the report: by agent, by lineage, and by number of the answered call."""
+        """Split the rewards of a report: by agent, by lineage, and as pairs (number of the answered call, reward)."""
         by_agent: dict[str, float] = {}
         by_lineage: dict[Lineage, list[float]] = {}
         by_call: list[tuple[int, float]] = []

@@ -39,7 +39,7 @@ from types import SimpleNamespace
 from typing import Any
 
 UNUSABLE = 78
-"""Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
+"""Exit code of a worker that cannot load its function, environment or command (EX_CONFIG)."""
 _LONGEST_S = 24 * 3600.0  # maximum duration of a call; the gateway keeps its connection alive
 _RETRY_S = 1.0
 _MOST_SHOWN = 4000  # characters kept of an error
@@ -92,7 +92,7 @@ class Client:
 
 
 class _Connections(threading.local):
-    """Each thread's connections by server; a session's calls share one."""
+    """Open connections of each thread, by server. Calls from one thread to a server share a connection."""
 
     def __init__(self) -> None:
         self.by_server: dict[tuple[str, str], http.client.HTTPConnection] = {}

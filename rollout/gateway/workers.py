@@ -37,7 +37,7 @@ class _Worker:
         self._reader.start()
 
     def last_words(self) -> str:
-        """Return the last lines of an ended worker as the end of an error message; "" without output."""
+        """Return the last output lines of a worker that has ended, to append to an error message; "" without output."""
         self._reader.join(_READ_S)  # limited in time, because the worker's children may hold the pipe open
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         return f"; its last output: {' | '.join(lines[-_NUM_SHOWN:])}" if lines else ""
