@@ -150,7 +150,7 @@ class OpenAIEngine(Engine):
             del body["prompt"]
             body["messages"] = messages_of(self._renderer, request.token_ids)
         elif self._options.prompt == "tokens":
-            # Open servers search for `stop` in text without special tokens.
+            # Also send the ids of stop tokens: open servers look for `stop` in text without special tokens, and never find them.
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         else:
             # The server's tokenizer adds BOS to a text, so the text must not begin with BOS.

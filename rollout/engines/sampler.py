@@ -79,7 +79,7 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     whole = cumulative[:, -1:]
-    # The point must stay below the total, which no cumulative sum exceeds, but the product may round up to it.
+    # Keep the point below the total. The product may round up to the total, which no cumulative sum exceeds.
     point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
     # The first token whose cumulative probability exceeds the point; a token of probability 0 is never drawn.
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)

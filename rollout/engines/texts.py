@@ -56,7 +56,7 @@ class Texts:
         return any(whole.count(text) > before.count(text) for text in stop)
 
     def first_end(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str], start: int) -> int | None:
-        """Return the number of drawn tokens up to the first one that completes a stop string; None if none does.
+        """Return the number of drawn tokens up to and including the first that completes a stop string; None if none does.
 
         start: index of the first drawn token to search.
         """

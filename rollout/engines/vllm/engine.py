@@ -5,7 +5,7 @@
     engine.submit(requests, version=0)
     results = engine.collect(timeout_s=1.0)
 
-Runs its own loop over the steps of vLLM's engine core, so that requests can be added, aborted and counted between steps, and
+The engine runs its own loop over the steps of vLLM's core, so that requests can be added, aborted and counted between steps. It
 skips LLMEngine's output processing (texts, RequestOutputs). vLLM is imported when an engine is created, not with this file.
 """
 

@@ -70,7 +70,7 @@ class _Batch:
     index: Tensor  # [R] int64, positions in the batch
     slots: Tensor  # [R] int64
     sampling: RowSampling
-    recorded: list[tuple[int, list[IntArray]]]  # (row, list to append to) where kept ids are recorded
+    recorded: list[tuple[int, list[IntArray]]]  # rows whose kept ids are recorded: (row, list to append to)
 
 
 class _Alive:

@@ -18,6 +18,7 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
     """Return {tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
 
     manager: a worker's LoRAModelManager.
+    number: id of the adapter in vLLM (LoRARequest.lora_int_id).
     path: the adapter's PEFT directory, from which its ranks are read.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
@@ -51,7 +52,9 @@ def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) 
 
 
 def repair_mixed_batches() -> None:
-    """Patch batches that mix tokens with and without adapters; consecutive tokens of one adapter share a GEMM.
+    """Patch vLLM's CPU kernels for batches that mix tokens with and without adapters.
+
+    The replacements compute one GEMM for consecutive tokens of one adapter.
 
     vLLM 0.32 indexes A and B by each token's slot, which is -1 without an adapter: in a mixed batch, such tokens get the last
     slot's adapter (lora/ops/torch_ops/lora_ops.py). vLLM's GPU kernels skip these tokens.
