@@ -112,7 +112,10 @@ class DualSystem(Orchestration):
         return read
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Return the correctness of System 2's answer: 0 without one, unknown if its engine or its judge failed."""
+        """Return the correctness of System 2's answer for every sample, by uid.
+
+        It is 0 without an answer, and NaN if System 2's engine or the judge failed.
+        """
         (last,) = episode.samples(episode.ask("system2")) or (None,)
         value = MISSING if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}

@@ -101,7 +101,7 @@ class External(Orchestration):
         return [end.turn_rewards[turn.call - 1] for turn in sample.trained_turns]
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Return the last sample or, if the task judges agents' answers, the last one with an answer."""
+        """Return the last sample that the program read; if the task judges agents' answers, the last of these with an answer."""
         end = self.end(episode)
         samples = [] if end is None else [episode.sample(uid) for uid in end.read]
         if end is not None and not end.is_judged and end.answer is None:

@@ -66,7 +66,7 @@ class Completion(_OfCompletion):
     num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.
     finish, error: finish reason, and the cause of a failure. sample: the sample, which has no reward until it is judged; None
     while the completion is not finished. text: text of all tokens, from the engine that drew the last ones; None: unknown.
-    call, call_start: number of the program's call that the current turn answers, and index of the turn's first token in the
+    call, call_start: the program's call that the current turn answers, and the index of the turn's first token in the
     completion.
     usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as counted here.
     """
@@ -190,7 +190,7 @@ class Completion(_OfCompletion):
 
 
 class _OfAsk:
-    """Fields that are not checkpointed. episode: episode of the ask, set by the game."""
+    """Fields that are not checkpointed. episode: episode of the ask, set by the player."""
 
     episode: Episode
 

@@ -121,7 +121,7 @@ class EvaluationPlay:
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """Return one whole, judged completion per ask; the episodes of the asks are not played further.
+        """Return one completion per ask, which `finish` decodes whole and judges. The episodes are not played further.
 
         An ask whose prompt is too long gets an empty completion that counts as overlong.
         """

@@ -3,7 +3,7 @@
     want()   requests one more batch
     take()   returns a batch, if one is ready
 
-Stage s of new problems begins when stage s-1 is over, or leaves engines without work, and s <= batches wanted + rollout.overlap.
+Stage s of new problems begins once s <= batches wanted + rollout.overlap, and stage s-1 is over or leaves engines without work.
 
 With rollout.overlap = 0 there is one stage per step, and the engines rest in between.
 

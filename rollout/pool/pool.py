@@ -171,12 +171,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """Set feed(replica), which sends a replica the current weights from the trainer's ranks, or returns None if it cannot.
 
-        Called for a replaced replica if no file holds the weights, by the pool's caller or `give_weights`.
+        Pool methods that replace a lost replica call it if no file holds the weights; `give_weights` calls it for replicas that
+        still lack them.
         """
         self._recovery.feed = feed
 
     def give_weights(self) -> None:
-        """Send the current weights to replicas that were replaced while no feed was set. May run concurrently with `collect`."""
+        """Send the current weights to replicas that were replaced while the feed could not. May run concurrently with `collect`."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
@@ -217,7 +218,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._call("info")
 
     def num_decoded(self, within_s: float = 1.0) -> list[int]:
-        """Return the number of tokens decoded since the start, by replica; the last known one if it does not answer in time."""
+        """Return the number of tokens decoded since the start, by replica; the last known number without a timely answer."""
         return self._replicas.num_decoded(within_s)
 
     @property

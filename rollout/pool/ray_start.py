@@ -24,7 +24,10 @@ _SILENT_MS = 120_000
 
 
 def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
-    """Return (host, port) of a cluster started here; port 0: any."""
+    """Return the (host, port) on which a cluster started here listens; port 0: any free port.
+
+    Raises RuntimeError: the port is taken.
+    """
     if address is None:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]

@@ -46,7 +46,10 @@ class Move:
 
 
 def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
-    """Return the move that the loads suggest, None without one; policies decode concurrently."""
+    """Return the move that the loads suggest; None if no move shortens a stage enough.
+
+    Policies decode at the same time, so the highest load determines the decoding time of a stage.
+    """
     givers = [name for name, engines in policies.items() if engines.engines > 1]
     if not givers:
         return None
@@ -79,7 +82,7 @@ def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]
         return f"rollout.rebalance may move an engine from {', '.join(moves)}, depending on their load"
     return (
         "rollout.rebalance cannot move engines: it needs two agents' policies with engines here, one of them with two "
-        "or more, and room for an engine of the other policy on the GPUs of one of these"
+        "or more engines, each with GPUs that have room for an engine of the other policy"
     )
 
 

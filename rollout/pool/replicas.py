@@ -107,7 +107,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def num_decoded(self, within_s: float) -> list[int]:
-        """Return the number of tokens decoded so far, by replica; the last known one if it does not answer within_s."""
+        """Return the number of tokens decoded so far, by replica; the last known number if a replica does not answer within_s."""
 
     @abstractmethod
     def close(self) -> None:
