@@ -68,7 +68,7 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
 
 def names_other_hosts(ray_address: str | None) -> bool:
-    """Return True if the address allows engines on other hosts; a cluster started on this host may have such hosts too."""
+    """Return True if engines may run on other hosts: the address names one, or lets other hosts join this one's cluster."""
     return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 

@@ -57,7 +57,7 @@ class Gateway:
         self.num_over = 0  # number of finished sessions
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # running sessions, by key
-        self._workers: dict[str, float] = {}  # time of each worker's last request, or deadline for its first
+        self._workers: dict[str, float] = {}  # time of each worker's last request; a new worker's lies _START_S ahead
         self._last_error = ""  # error text of the session that failed last
         self._over: dict[str, list[str]] = {}  # keys of ended sessions that a worker may abandon, by worker
 

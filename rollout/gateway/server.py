@@ -3,7 +3,7 @@
     GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   other paths: see APIS
-    POST /s/KEY/v1/...             the same, for programs that take a URL and no key; other keys are ignored
+    POST /s/KEY/v1/...             the same, for programs that take a URL and no key; keys in headers are ignored
 
 An answer takes as long as the engines need, including the time of weight updates. To keep the client from timing out, the
 server sends blanks, or comments in a stream, before a late answer. A call without an answer fails or is cut off, and clients

@@ -88,7 +88,7 @@ class Session:
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
     _calls: list[_Asked] = field(default_factory=list)
-    _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order of reading
+    _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in that order
     _answered: dict[str, int] = field(default_factory=dict)  # numbers of calls, by the ids of their answers
     refusals: dict[str, None] = field(default_factory=dict)  # error messages of rejected requests, in order
     _is_over: bool = False

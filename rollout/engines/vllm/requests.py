@@ -192,7 +192,7 @@ class Scored:
         return [max((each.num_cached_tokens for each in of_one if each is not None), default=0) for of_one in stats]
 
     def logprobs(self) -> list[FloatArray]:
-        """Return [N-1] float32 of each sequence by prefill, else [1]; nats."""
+        """Return log-probs of each sequence, float32, nats: [N-1] if by_prefill, else [1]."""
         read = _of_prompt if self._by_prefill else _of_last
         return [read(self._told[key], tokens) for key, tokens in self._sequences.items()]
 

@@ -135,7 +135,7 @@ class WorkerExtension:
             parameter.data.copy_(kept)
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
-        """Return EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
+        """Return EngineInfo.settings, read from the layers in use, without those whose attributes vLLM has renamed."""
         values_of: dict[str, set[float]] = {}
         for module in self.model_runner.get_model().modules():
             settings = {
