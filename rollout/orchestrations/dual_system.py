@@ -134,7 +134,7 @@ class DualSystem(Orchestration):
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
         num_found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
-        # Asks about the same call differ in `index`, which Episode.ask appends to the agent's name in their ids.
+        # Ids of these asks end in /system1, /system1#TURN or /system1#TURN.BIN; the bins of one call share the turn.
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {

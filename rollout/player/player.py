@@ -321,7 +321,7 @@ class Player:
         return Finish.UNFINISHED
 
     def _end(self, ended: Sequence[Completion]) -> None:
-        """Judge completions that have ended, and let those wait whose next input is missing."""
+        """Judge completions that have ended; one that still needs an input, such as a tool's output, waits instead."""
         unjudged = []
         for completion in ended:
             if self._sessions is not None and self._sessions.hold(completion):

@@ -51,7 +51,8 @@ class RefillCounts:
     """Counts since the last batch, for rollout.refill. In a live group rewards differ even without penalties of form
     (Spread.TASK); other groups are dead.
 
-    problems: number of added problems. tokens: tokens decoded in counted groups of added problems.
+    problems: number of added problems. form_only: dead groups whose rewards differ by penalties of form. tokens: tokens
+    decoded in counted groups of added problems.
     """
 
     problems: int = 0

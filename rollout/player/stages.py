@@ -76,7 +76,7 @@ class RolloutState:
     closed: list[Group] = field(default_factory=list)  # groups closed since the last batch
     ready: list[StepBatch] = field(default_factory=list)  # batches not yet taken by the trainer
     num_stages: int = 0  # stages of new problems begun so far
-    num_batches: int = 0  # stages ended so far
+    num_batches: int = 0  # stages ended so far; each has given a batch
     num_taken: int = 0  # batches taken by the trainer
     refill: RefillCounts = field(default_factory=RefillCounts)
     # Problems that rest, or have rested, by id. An entry is removed when a group of the problem has spread.

@@ -1,7 +1,7 @@
 """Assignment of requests to replicas: prefer the replica with the cached prefix, send long requests first, keep replicas busy.
 
     dispatch.add(requests)          queues each request at one replica:
-                                        a returning sample: at its last replica, unless another queue is shorter
+                                        a returning sample: at its last replica, unless another has less work, prefill included
                                         all requests of a new affinity: at the replica with the least work
     dispatch.take() -> shares       every replica with free slots takes the longest requests of its own queue; if
                                     that is empty, the longest of the fullest other queue

@@ -177,7 +177,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._recovery.feed = feed
 
     def give_weights(self) -> None:
-        """Send the current weights to replicas that were replaced while the feed could not. May run concurrently with `collect`."""
+        """Send the current weights to replicas replaced while the feed could not send. May run concurrently with `collect`."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)

@@ -68,15 +68,15 @@ class Replicas(ABC):
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """Call method(*arguments[i]) on each replica i with arguments, concurrently if possible.
+        """Call method(*arguments[i]) on each replica i in `arguments`, concurrently if possible.
 
-        on_lost: called at once with a lost replica, before the others have answered.
+        on_lost: called as soon as a replica is lost, even before the others have answered.
         """
 
     def restart(self, replica: int) -> Lost | None:
         """Kill what remains of an engine, and start a new one with initial weights; Lost if the start fails.
 
-        The number after the last one adds an engine.
+        If `replica` is the number after the last one, an engine is added.
         """
         raise NotImplementedError
 

@@ -271,7 +271,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's parts of the checksums of distinct shards. has_all: True if the transfer has not broken on this rank."""
+    """One rank's report on a transfer.
+
+    totals: its part of the checksums of each distinct shard. has_all: True if the transfer has not broken on this rank.
+    """
 
     totals: list[dict[str, int]]
     has_all: bool
