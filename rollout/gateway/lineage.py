@@ -166,7 +166,7 @@ class Settled:
 
             1. the mean reward of its answers
             2. the reward of its lineage
-            3. the reward of its agent, or else the mean reward of its lineage's answers; for a sub-agent, this mean comes first
+            3. the reward of its agent, or else the mean reward of its lineage's answers; with a caller, this mean comes first
             4. the reward of the sample that called it
 
         A caller that is another agent counts only if headers name it. Otherwise a Verifier would get the Solver's reward exactly
@@ -280,7 +280,7 @@ class Lineages:
     def settle(self) -> Settled:
         """Join successors to the lineages that they follow, and find callers."""
         whole: dict[Lineage, Lineage] = {}
-        calls: dict[Lineage, list[int]] = {}  # numbers of calls by lineage, in order of first calls
+        calls: dict[Lineage, list[int]] = {}  # numbers of calls by lineage; lineages in order of their first calls
         for lineage in self._all:
             before = None if lineage.held is None else whole[self._begun[self._strands[lineage.held]].lineage]
             if before is not None and calls[before][-1] < lineage.calls[0]:

@@ -77,8 +77,8 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: True to close asks, and submit their successors, only when no decoding, judging or tool call is running. Both are
-    done in a fixed order and ignore slots, so that the composition of an engine's batches does not depend on timing.
+    in_step: True to close asks, and submit requests, only when no decoding, judging or tool call is running. Both happen in a
+    fixed order, and requests ignore slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 

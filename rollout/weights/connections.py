@@ -235,7 +235,7 @@ class GroupConnection:
         return flat
 
     def release(self) -> None:
-        """Release the buffer once the last bucket has been copied."""
+        """Wait until the last bucket has been copied, so that the buffer can be reused."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:
