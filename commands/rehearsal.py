@@ -101,7 +101,8 @@ class Rehearsal(NamedTuple):
     errors: why episodes failed (an error in the team's own code or the program), by episode.
     turns: the program's calls in each sample, by uid; {} if no program plays.
     num_episodes: number of episodes played for the problem.
-    warnings: sentences about prompts that do not state the expected form of answers, and about calls that do not merge.
+    warnings: sentences about prompts that do not state the expected form of answers, and about calls that do not
+        merge into one sample.
     """
 
     problem: Problem

@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def is_misjudged(self) -> bool:
-        """True if a right answer gets less than full credit, a wrong one gets it, or the reference itself is not judged."""
+        """True if a right answer is not rewarded in full, a wrong one is, or the reference itself cannot be judged."""
         if self.reward.is_missing:
             return self.rule == notations.ITSELF
         return (self.reward.correct >= 1) != self.is_right
@@ -84,7 +84,7 @@ def check_answers(words: Sequence[str], config_file: str | None, num_problems: i
     check_words(words)
     files = [word for word in words if "=" not in word or Path(word).exists()]
     if len(files) > 1:
-        raise ConfigError(f"expected one file, found {', '.join(files)}; several go into data.train")
+        raise ConfigError(f"expected one file, found {', '.join(files)}; list several in data.train")
     arguments = [*([] if config_file else ["task=math"]), *(word for word in words if word not in files)]
     arguments += [f"data.train={json.dumps(file)}" for file in files]
     config, origin = read_config(

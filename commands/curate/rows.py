@@ -26,7 +26,8 @@ class Row:
     """A row of the inputs.
 
     number: index among all rows, from 0. fields: the row as read. keys: names of the question's and answer's fields.
-    fault: why the row is not a valid problem (the question is then empty); "" after the first stage.
+    fault: why the row is not a valid problem; "" if it is valid. The question of an invalid row is empty. The first stage drops
+        invalid rows.
     """
 
     number: int

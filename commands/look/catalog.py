@@ -124,7 +124,7 @@ class Page:
 
     num: number of samples that pass the filter; None: not counted.
     next: (step, line) after which the next page begins.
-    played: each agent's samples for the problems on the page, in the order of play; empty if samples are not counted.
+    played: every agent's number of samples and mean reward for each problem on the page, in the order of play; [] if num is None.
     """
 
     rows: list[Row]

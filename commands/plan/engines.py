@@ -132,7 +132,7 @@ class Demand:
 
     @property
     def waiting(self) -> float:
-        """Iterations in which a stage waits for its longest completions: largest minus mean tokens of a completion.
+        """Iterations in which a stage waits for its longest completions: largest minus mean tokens of a completion in a stage.
 
         With overlap, completions of the next stage fill the engines meanwhile.
         """

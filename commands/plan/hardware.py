@@ -137,8 +137,8 @@ HEAD_ROWS = Constant(
     "rows of logits held at once, at 4 bytes per number",
     3600,
     "rows",
-    "half of the rows in bfloat16: 4,224 of exponentials, 768 of the next chunk, 2,112 packed; with cuBLAS 2,880: 768 rows of "
-    "float32 logits, and half of 4,224 rows of bfloat16 gradients",
+    "a bfloat16 row counts half: 4,224 rows of exponentials, 768 of the next chunk, 2,112 packed; with cuBLAS 2,880: 768 rows of "
+    "float32 logits, and 4,224 rows of bfloat16 gradients",
 )
 PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
 FRAGMENTATION = _assumed("memory lost to fragmentation", 0.05, "share of the peak")

@@ -196,7 +196,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
         experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (36 k + 8) [choice and order of rows]
                    + T/t 4 E [scores that replayed experts are taken from]
 
-    selective: the two norms' input, T/t H e each; no inputs; no dense MLP; of the experts' F only gate and up.
+    selective: of the norms only the inputs, T/t H e each; no `inputs` and no `dense MLP`; of the experts' F/ETP only gate and up.
 
     Adapters also save A x, at the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
     in experts.
@@ -339,8 +339,8 @@ def layer_working_bytes(setup: Training) -> int:
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: R H e [results] + if other ranks send rows
-               EP > 1 or ETP > 1: R H e (1 + r/ETP) [unsorted, permuted of this rank; r = 2 with those received where EP > 1]
-               ETP > 1, whose sums are made in float32: R H (4 [for e = 2: a copy] + 4/ETP [the sums])
+               R H e (1 [unsorted rows] + 1/ETP [this rank's permuted rows] + 1/ETP [received rows, if EP > 1])
+               ETP > 1: R H (4 [a float32 copy, if e = 2] + 4/ETP [the float32 sums])
              + T/t H e [if layers are recomputed: the gradient of their output], or
              backward: T/t H e 2 + the maximum of
                R (H e + F/ETP e) + E/EP H F/ETP e [gradients of results, of the product and of the second weights]

@@ -89,7 +89,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
     needed = CUDA context, NCCL and cuBLAS + the larger of
         during an update: peak (1 + fragmentation) + shared_bytes
-        between updates:  weights, gradients and optimizer state (asleep: none of them) + between_bytes
+        between updates:  memory.static (0 with trainer.sleep) + between_bytes
     """
     training = job.training
     replicas = layout.data(training.world_size)

@@ -12,7 +12,7 @@ const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4,
 // Return the width of an axis in px, from its longest label.
 const widthOf = (_, labels) => 16 + 7 * Math.max(4, ...(labels ?? []).map((label) => label.length));
 
-// Return uPlot's own range unless all values are equal: then uPlot's range would reach 100 or twice the value.
+// Return uPlot's own range; if all values are equal, a narrow one, because uPlot's would reach 100 or twice the value.
 export function rangeOf(_, low, high) {
   if (low === null || low !== high) return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
   return low === 0 ? [0, 1] : [low - 0.1 * Math.abs(low), high + 0.1 * Math.abs(high)];

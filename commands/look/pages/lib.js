@@ -67,7 +67,7 @@ export async function ask(question, params = {}, signal = undefined) {
   return content;
 }
 
-// Return { data, error } of a query; while a new query is pending, those of the last one. question null: no query.
+// Return { data, error } of a query; while the query is pending, the previous query's. question null: no query.
 export function useAnswer(question, params, tick = 0) {
   const [found, setFound] = useState({ data: null, error: null });
   const asked = question && key(question, params);

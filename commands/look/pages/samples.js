@@ -47,7 +47,7 @@ export function Samples({ run, about, url }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, [at, rows.length, key]);
-  // Rendered again only if the filter changes: rendering a field while the user types would lose text that is not in the URL yet.
+  // Render the filter again only if it changes: rendering a field while the user types would lose text that is not in the URL yet.
   const bar = useMemo(() => html`<${FilterBar} about=${about} url=${url} />`, [url.toString(), JSON.stringify(about.agents)]);
   return html`<main class=${`samples ${place ? "reads" : ""}`}>
     <section class="list" aria-label="samples">
