@@ -86,7 +86,7 @@ def _one_more(text: str, rng: Random) -> Iterator[str]:
 def _factor(text: str, rng: Random) -> Iterator[str]:
     if forms.number(text):
         yield rf"{text}\sqrt{{2}}"
-        yield rf"{text}\sqrt(2)"  # parentheses instead of braces, which models also write
+        yield rf"{text}\sqrt(2)"  # models also write parentheses in place of braces
 
 
 def _exponent(text: str, rng: Random) -> Iterator[str]:

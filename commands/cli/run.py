@@ -63,7 +63,7 @@ def plan(
     settings: Settings = None,
     config: Config = None,
     gpu: Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"] = "h100-80g",
-    response: Annotated[int | None, Option(help="overrides rollout.max_response_tokens")] = None,
+    response: Annotated[int | None, Option(help="maximum tokens per completion (rollout.max_response_tokens)")] = None,
     mean_response: Annotated[
         float | None, Option(help="mean tokens per completion (default: 0.35 of the maximum)")
     ] = None,

@@ -181,7 +181,10 @@ class MissingShare:
                 self.check(missing)
 
     def check(self, last: str = "the stage has ended") -> None:
-        """Raise CurationStopped if too large a share of the rows so far has no verdict. last: end of the error message."""
+        """Raise CurationStopped if too large a share of the rows so far has no verdict.
+
+        last: the last of these rows and why it has none, for the error message.
+        """
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
                 f"{self._num_missing} of {self._num_rows} questions could not be judged, a share above "

@@ -299,7 +299,7 @@ def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
     for number in sorted(files, key=lambda number: (abs(number - step), number)):
         try:
             return read_tokens(files[number])
-        except ValueError:  # the file is missing while the step is being repeated
+        except ValueError:  # the file is damaged, or missing while its step is repeated
             if number == step and files[number].exists():
                 raise
     return []

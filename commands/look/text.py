@@ -1,4 +1,4 @@
-"""A run on the terminal: progress, metrics, warnings, and the sample trees of its last step with the most agents.
+"""A run on the terminal: progress, metrics, warnings, and those sample trees of its last step that have the most agents.
 
 Every text passes `literal` first, which prints a model's escape sequences as characters, so that they cannot move the cursor, set
 colours or change the title.
@@ -25,7 +25,7 @@ _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
 
 def print_run(path: Path, console: Console) -> None:
-    """Print one run: progress, first and last metrics, warnings, and the last step's sample trees with the most agents."""
+    """Print one run: progress, first and last metrics, warnings, and the last step's largest sample trees (by agents)."""
     catalog = Catalog(path)
     catalog.refresh(budget_s=None)
     run, steps = catalog.run, catalog.steps
@@ -44,7 +44,7 @@ def print_run(path: Path, console: Console) -> None:
 
 
 def _table(catalog: Catalog, first: int, last: int) -> Table:
-    """Return a table of the report's metrics, at the first and the last step."""
+    """Return a table of the metrics that PLANS charts, at the first and the last step."""
     table = table_of("", "", f"step {first}", f"step {last}")
     for plan in PLANS:
         for name, curve in catalog.curves.items():

@@ -260,7 +260,7 @@ def _layer_numbers(setup: EngineSetup, touched: float = 1.0) -> float:
     padding = 1.0
     if setup.weights == "fp8":
         width = shape.ffn_size / (1 if setup.spreads_experts else tensor)
-        padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM pads an expert's part
+        padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM pads each expert's part to whole blocks
     return shape.num_layers * (counts.layer_cut + counts.layer_experts * touched * of_fullest * padding) / tensor
 
 
@@ -352,8 +352,8 @@ def sync_time(
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory
         nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
-               s = engines TP S / n: bytes that a rank sends; ranks with the same weights share the work, and none gathers
-               host: host time per piece
+               s = engines TP S / n: bytes that a rank sends; ranks with the same weights share the work
+               host: host time per piece; no rank gathers the model
                delta: send x c (e + 2) / e, where c is the share of numbers that changed; and 3 s / memory, to compare
                with the last version and store the new one
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl

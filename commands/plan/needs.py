@@ -144,7 +144,7 @@ def needs_of(
 
 
 def shortages(needs: Needs) -> Iterator[str]:
-    """Yield a sentence for each need that, by formula, exceeds this GPU or its host."""
+    """Yield a sentence for each need that, by formula, exceeds the memory of this GPU or of its host."""
     name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
     allowed = gpu.memory_bytes * needs.engines.memory_share
     has_own_cache = needs.engines.cache_bytes is not None
@@ -244,7 +244,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         scored_reference = shape if is_own else find_shape(first.reference)
         reference = (
             None if adapters and is_own else scored_reference
-        )  # the frozen base serves as the reference, without an adapter or with an earlier one
+        )  # takes no memory: the frozen base is the reference, without an adapter or with an earlier one
     # Old log-probs, experts to replay and counts of experts each need a forward pass of the policy before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1

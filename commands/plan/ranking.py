@@ -182,9 +182,10 @@ def splits(
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Yield the engine setups whose tensor parallelism can split the model, also with an FP8 cache for a bfloat16 model.
+    """Yield an engine setup for each tensor parallelism that can split the model, and for each dtype of the KV cache.
 
-    Biases of Qwen2 and Qwen2.5 make keys too large for FP8 without scales, and the text becomes nonsense (TensorRT-LLM#4218).
+    An FP8 cache is tried for bfloat16 models without QKV biases. The biases of Qwen2 and Qwen2.5 make keys too large for FP8
+    without scales, and the text becomes nonsense (TensorRT-LLM#4218).
     """
     has_other = now.dtype == "bfloat16" and not now.shape.has_qkv_bias
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if has_other else (now.kv_cache,)

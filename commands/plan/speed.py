@@ -46,7 +46,8 @@ class StepTime:
 
     permutation: moving rows to their experts and back. launching: host time to launch kernels of layers with experts.
     gradients: adding gradients to float32 buffers. bubble: idle time of pipeline ranks. scoring: forward passes before the
-    updates (reference, old log-probs). offloading: copying layers' inputs, and memory that sleeps, to the host and back.
+    updates (reference, old log-probs). offloading: copying layers' inputs, and the state that trainer.sleep
+    moves, to the host and back.
     """
 
     linear: float = 0.0
@@ -92,7 +93,7 @@ def step_time(
     bubble      (PP - 1) / micro-batches of an update, times the sum of the above
     DP          per number 4 bytes of gradients reduced and e bytes of weights gathered, times (n-1)/n, over the slowest link
     optimizer   memory traffic of this rank's share; if offloaded, over PCIe and CPU memory; DP and optimizer: once per update
-    offloading  2 L T/t H e over PCIe, not overlapped (ranking.py adds the transfers of sleeping memory)
+    offloading  2 L T/t H e over PCIe, not overlapped (ranking.py adds the transfers of trainer.sleep)
     """
     time, shape, layout, e = StepTime(), setup.shape, setup.layout, setup.size
     counts = elements(shape)

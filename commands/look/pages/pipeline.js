@@ -1,4 +1,4 @@
-// Activity of engines, ranks and judges over time, the lifetimes of one problem's samples, staleness, and measured against planned speed.
+// Activity of engines, ranks and judges over time, the lifetimes of one problem's samples, staleness, and measured speed compared with the plan.
 
 import { html, useAnswer, useEffect, useRef, useState, go, loading, note, number, roundTicks, tickText, EXPORTED } from "./lib.js";
 
