@@ -42,7 +42,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder for the model")
     parser.add_argument("--engine", choices=("vllm", "local"), default="vllm")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, for a CPU")
-    parser.add_argument("--json", type=Path, help="write the seconds and free bytes of each round to this file")
+    parser.add_argument(
+        "--json", type=Path, help="write the seconds, freed bytes and sent bytes of each round to this file"
+    )
     options = parser.parse_args()
     import torch
 

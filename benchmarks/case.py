@@ -35,7 +35,8 @@ class Shape:
     """Shape of one table; sizes that a case does not use are 0.
 
     tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share: share of the rows that are trained (in the mask).
-    active_share: share of the rows with a nonzero coefficient. note: why this shape is measured.
+    active_share: share of the rows with a nonzero coefficient. note: remark in the title; some cases
+    also choose by it what to measure.
     """
 
     device: str
@@ -66,7 +67,7 @@ class Shape:
 class Variant:
     """Implementation to compare. run: does one forward and backward with cleared gradients, and returns the results to check.
 
-    does: what the implementation computes, if that is less than ours. prepare: called before each run, without being timed.
+    does: remark in the table, such as what the implementation leaves out. prepare: called before each run, without being timed.
     Calling the variant calls `prepare` and `run`.
     """
 

@@ -46,7 +46,7 @@ TRAINING_MODULES = (
     "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron", "msgspec", "psutil",
     "zstandard", "tensorboard", "jinja2", "einops",
 )  # fmt: skip
-HEADLINE = "T=16,384, H=2,048, V=151,936"  # all rows active, and half of them masked
+HEADLINE = "T=16,384, H=2,048, V=151,936"  # in the titles of two shapes: all rows active, and half of them masked
 OTHER_HEADS = ("T=1,024", "T=4,096", "T=65,536", "V=75,968", "V=37,984")
 CASES = (
     "linear_logprob", "swiglu", "rms_norm", "moe_permute", "attention_decode", "policy_loss", "group_advantage", "mpt_gate",

@@ -97,7 +97,7 @@ def main() -> int:
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
                 if a.mean is None or b.mean is None:
-                    continue  # no criterion for this agent
+                    continue  # not measured before or after RL
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

@@ -148,7 +148,7 @@ def samples() -> list[Any]:
                 prompt_ids=tokens[:prompt],
                 token_ids=tokens[prompt:],
                 is_sampled=is_sampled,
-                rollout_logprobs=rng.normal(0, 0.1, n).astype(np.float32),  # replaced by log-probs near the reference's
+                rollout_logprobs=rng.normal(0, 0.1, n).astype(np.float32),  # noise; loss_of adds log-probs
                 advantage=float(rng.normal()),
                 agent=i % 2,
                 temperature=1.0,

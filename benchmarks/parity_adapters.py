@@ -60,7 +60,7 @@ def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of
 def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
     """Split PEFT's gradients into pairs (A, B) per expert. Expert e has rows e r + i of PEFT's A and columns i E + e of its B.
 
-    PEFT treats gate and up as one matrix with an adapter of twice the rank, and a block of B for each.
+    PEFT treats gate and up as one matrix, with an adapter of twice the rank: half of its rank serves gate, the other half up.
     """
     prefix, letter, num = name.split(".experts.")[0] + ".experts", name[-len("A.weight")], config.num_experts
     by_rank = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)

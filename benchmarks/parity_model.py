@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 COLUMNS = ("median", "largest")
 NUM_NEW = 32  # tokens per answer
 TIE = 1e-3  # nats
-LARGEST = 1e-3  # nats, in float32, for 30 layers and log-probs down to -30
+LARGEST = 1e-3  # nats; largest allowed difference in float32, for 30 layers and log-probs down to -30
 BFLOAT16_MEDIAN = 2.0  # largest allowed median, relative to the median of transformers in bfloat16
 
 

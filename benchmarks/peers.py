@@ -23,7 +23,7 @@ NO_ENTROPY = "no entropy"
 
 @dataclass(frozen=True)
 class LogprobPeer:
-    """Peer that returns log-probs. does: what the peer computes, if that is less than ours."""
+    """Peer that returns log-probs. does: remark in the table, such as what the peer leaves out."""
 
     name: str
     call: LogprobFunction

@@ -1,7 +1,7 @@
 """Measure the faults that the probe of a weight sync detects, and its false alarms, with Megatron and the real vLLM.
 
     python benchmarks/probe.py                    # every mutation x dtype x model: statistics, detecting checks (10 minutes)
-    python benchmarks/probe.py --honest 200       # syncs of random models, none of which may be refused (15 minutes)
+    python benchmarks/probe.py --honest 200       # two syncs of each random model; none may be refused (15 minutes)
     [--json FILE] [--kinds dense moe llama mistral] [--layers 2 4 6] [--dtypes float32 bfloat16]
 
 Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to
@@ -241,7 +241,7 @@ def _line(row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--honest", type=int, default=0, help="number of syncs of random models, in total over all shapes"
+        "--honest", type=int, default=0, help="number of random models, in total over all shapes; each is synced twice"
     )
     parser.add_argument("--kinds", nargs="+", choices=FAMILIES, default=["dense", "moe"])
     parser.add_argument("--layers", type=int, nargs="+", default=None)

@@ -213,7 +213,7 @@ def main() -> None:
         for name, read_pages in (("snippets only", False), ("read_pages", True)):
             arms[name] = play(task, address, options.problems, read_pages=read_pages)
     print(
-        "| | right | searches | results shown | bins = System 1's calls | side by side, mean of episodes (most) | tokens that "
+        "| | right | searches | results shown | bins = System 1's calls | parallel calls, mean of episodes (most) | tokens that "
         "System 1 reads | pages fetched |"
     )
     print("|---|---|---|---|---|---|---|---|")

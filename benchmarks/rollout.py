@@ -81,7 +81,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
             start = time.perf_counter()
             batches = [scheduler.next_batch({"main": 0}) for _ in range(4 if overlap else 1)]
             scheduler.close()
-            pool.drain()  # partial completions of a fifth stage count too
+            pool.drain()  # with overlap, engines have begun a fifth stage: its tokens count too
             seconds = time.perf_counter() - start
             tokens = sum(pool.num_decoded()) - before
             samples = [s for batch in batches for group in batch.groups for s in group.samples]

@@ -223,7 +223,9 @@ def main() -> int:
         "--model", default="bench", help="bench, qwen3_30b_a3b_slice or slice_tiny; or a model's directory"
     )
     parser.add_argument(
-        "--dtype", choices=tuple(TOLERANCE), help="default: dtype of the benchmark's model, or float32 for a directory"
+        "--dtype",
+        choices=tuple(TOLERANCE),
+        help="dtype to train in (default: that of the benchmark's model, or float32 for a directory)",
     )
     parser.add_argument(
         "--layout",

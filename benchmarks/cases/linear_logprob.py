@@ -50,7 +50,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 def _objective(shape: Shape) -> Objective:
     generator = torch.Generator(shape.device).manual_seed(1)
-    # These are dL/dlogp and dL/dH of each token; dL/dH is small, as with an entropy bonus.
+    # Gradients of the loss in each token's log-prob and entropy; `objective` scales the latter down, as an entropy bonus would.
     of_logprobs, of_entropy = torch.randn(2, shape.tokens, generator=generator, device=shape.device)
 
     def objective(logprobs: Tensor, entropy: Tensor | None, rows: Rows) -> Tensor:

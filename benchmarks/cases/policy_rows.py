@@ -19,8 +19,8 @@ from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
 
-GPU_CHUNK_BYTES = 448 * 2**20  # chunk of the fused loss on a GPU
-CHUNK_BYTES = 4 * 2**20  # bytes of a chunk of logits: more than an L2 cache, far less than a last-level cache
+GPU_CHUNK_BYTES = 448 * 2**20  # bytes of a chunk of logits on a GPU, as in the fused loss
+CHUNK_BYTES = 4 * 2**20  # the same on a CPU: more than an L2 cache, far less than a last-level cache
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:

@@ -5,7 +5,7 @@ drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose a
 mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
 refill   rollout.refill with a Solver alone, on configs/cpu_solver_verifier.yaml
 adapters "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025) on configs/cpu_adapters.yaml
-foreign  MarsRL's Table 3: the trained team of the arm `whole` of the study marsrl, with foreign Solvers
+foreign  MarsRL's Table 3: the trained team of the arm `whole` of the study marsrl, with other Solvers
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapt
 TEAM = ("solver", *CRITICS)
 WHOLE_WEIGHTS = ("base=null", "dtype=float32", "adapter=null", "optimizer.lr=6.0e-4")
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as in the papers
-REFILL = "rollout.refill={groups: 6, most: 2.0}"  # a step has 8 problems
+REFILL = "rollout.refill={groups: 6, most: 2.0}"  # a step begins with 8 problems, and needs 6 groups with spread
 MOSTLY_RIGHT = ("orchestration=solver", STRONG, "run.eval_every=3", "run.keep_best=false")
 
 STUDIES = {

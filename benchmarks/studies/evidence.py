@@ -6,8 +6,8 @@
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so an interrupted command can be
 resumed. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To
 repeat a study, delete its files. --run needs a clean tree and an otherwise idle machine, because it records times. Runs and warm
-starts are kept in runs/evidence, in one folder per state of the training code, because foreign Solvers are evaluated with the
-team that the arm `whole` has trained.
+starts are kept in runs/evidence, in one folder per state of the training code: the study `foreign` evaluates the team that the
+arm `whole` has trained, with Solvers from outside the team.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Runner:
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """Evaluate the team with a foreign Solver.
+        """Evaluate the team with a Solver from outside the team.
 
         Stores the accuracy of the team, that of the Solver's first answers in the same episodes, and the difference, which is the
         gain from the other agents.

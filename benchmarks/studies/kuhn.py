@@ -78,7 +78,7 @@ class Deals(OwnTask):
 
 
 class Kuhn:
-    """Environment of the players first and second. A turn is one token. A player whose token is not a move loses 2."""
+    """Environment with the players `first` and `second`. A turn is one token. A player whose token is not a move loses 2."""
 
     max_tokens = 1
 

@@ -2,10 +2,10 @@
 
     python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]     # 1024 takes several more minutes and GiB
 
-The project's own player, pool and team run with simulated H100s on a virtual clock (simulation/). The setting: five agents;
-responses of up to 64k tokens; 128 problems a step of at most 72 samples each for 64 GPUs, and proportionally more for more GPUs;
-rollout.overlap=1; 4 segments. Of 64 GPUs, 40 decode and 24 train. Step times are those of 64 GPUs after 24 steps, because each
-GPU of a larger cluster has the same load.
+The project's own player, pool and team run with simulated H100s on a virtual clock (simulation/). The setting has five agents,
+responses of up to 64k tokens, rollout.overlap=1 and 4 segments. On 64 GPUs a step has 128 problems of at most 72 samples each;
+larger clusters have proportionally more problems. Of 64 GPUs, 40 decode and 24 train. Step times are those of 64 GPUs after 24
+steps, because each GPU of a larger cluster has the same load.
 
 Prints:
 

@@ -66,7 +66,7 @@ def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def samples_of(sessions: Sequence[Rewards]) -> Group:
-    """Return sessions of one agent with these rewards per turn; a turn has two tokens, and a foreign token separates turns."""
+    """Return sessions of one agent with these rewards per turn; turns have two tokens, with one unsampled token between them."""
     return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
 
 

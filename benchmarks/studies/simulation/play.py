@@ -59,7 +59,7 @@ class Setting:
         if self.pipeline == "trajectory":
             return 0
         # A round of groups waits for its longest sample, which takes about 0.8 of the possible segments. In runs of 24 steps, the
-        # number of samples per step stops growing after that many steps.
+        # number of samples per step stopped growing after the returned number of steps.
         stages_a_round = max(1, round(0.8 * self.segments))
         return self.segments if self.is_solver_only else 4 * stages_a_round + self.segments
 

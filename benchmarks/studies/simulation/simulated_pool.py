@@ -145,7 +145,7 @@ class SimulatedReplicas(Replicas):
             if ended:
                 answers[replica] = encode(self._results(replica, ended))
         if answers and min(self._next_s) == math.inf:
-            self.clock.now_s = last_s  # nothing else can end earlier
+            self.clock.now_s = last_s  # no engine has work left, so the clock stops at the last event
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         assert adapter is None, "one policy without adapters is simulated"

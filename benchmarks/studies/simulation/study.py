@@ -22,8 +22,9 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 class Grid:
     """Grid of simulated runs around a centre. `reference` is the trajectory pipeline with 1 segment, `ours` agentic with 4.
 
-    overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere. engine_axis, problem_axis: other numbers of
-    engines and of problems.
+    overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere.
+    engine_axis: numbers of engines to simulate with `problems` problems. problem_axis: numbers of problems to simulate with
+    `engines` engines.
     """
 
     engines: int = 64
