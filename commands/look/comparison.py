@@ -112,8 +112,8 @@ def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, An
     """Return the content of `marsrl compare`, as JSON.
 
     rows: results of the last evaluations, with one cell per run. costs: costs of an episode in these evaluations.
-    charts: title, and one curve per run: a list of positions for each of AXES, and lists `mean`, `low` and `high`. low and high
-        have None where there is no interval.
+    charts: {title, curves}, with one curve per run. A curve has a list of positions for each of AXES, and lists mean, low and
+        high; low and high are None where there is no interval.
     settings: settings that differ, with each run's value.
     """
     last = [run.last.rows for run in runs]

@@ -4,8 +4,8 @@
     GET /api/...              JSON; see `api.py`
 
 The server listens only on the loopback address, which other users of this machine and any page in the user's browser can reach
-too. So a request needs the token (in the URL, or as a cookie, which other sites cannot send: SameSite=Strict) and a Host header
-that names the loopback address (other names that resolve to it are refused). The page runs only its own scripts and contacts only
+too. So a request needs the token, in the URL or as a cookie, which other sites cannot send (SameSite=Strict). Its Host header
+must name the loopback address; other names that resolve to it are refused. The page runs only its own scripts and contacts only
 this server (Content-Security-Policy). Models' texts are sent as JSON and displayed as text.
 """
 
