@@ -2,8 +2,8 @@
 
     python benchmarks/carry.py --out build/carried [--piece-mib 48] [--torch DIR] FOLDER ... FILE.whl ...
 
-A FOLDER of wheels becomes one archive, FOLDER.zip, compressed with LZMA, without the files that training on this GPU never reads
-(LEFT_OUT) and without machine code for GPUs other than sm_90 (H100, H200). A FILE.whl is not changed. Archives and wheels are cut
+A FOLDER of wheels becomes one archive, FOLDER.zip, compressed with LZMA. It leaves out files that training on this GPU never
+reads (LEFT_OUT), and machine code for GPUs other than sm_90 (H100, H200). A FILE.whl is not changed. Archives and wheels are cut
 into pieces NAME.1of3.DIGEST. `gpu_suite.py --wheels DIR` joins and unpacks an archive once all its pieces are in DIR.
 
 --torch DIR is an installed torch package of the version on the other machine. Every torch symbol that the packed libraries expect

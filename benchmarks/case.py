@@ -34,7 +34,7 @@ def normal(shape: Shape) -> Callable[..., Tensor]:
 class Shape:
     """Shape of one table; sizes that a case does not use are 0.
 
-    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share: share of the rows that are trained (in the mask).
+    tokens, hidden, vocab, sequences: T, H, V (of this rank) and S. mask_share: share of the rows that are trained (in the mask).
     active_share: share of the rows with a nonzero coefficient. note: remark in the title; some cases
     also choose by it what to measure.
     """

@@ -2,8 +2,8 @@
 
     python benchmarks/curate.py [--rows 1000000] [--json FILE]
 
-Prompts are 10 to 40 words of a made-up vocabulary with Zipf frequencies. A fifth are edited copies of an earlier prompt: case,
-white space and punctuation changed; a word replaced; a word left out; two words replaced. A copy should be dropped if its exact
+Prompts are 10 to 40 words of a made-up vocabulary with Zipf frequencies. A fifth are edited copies of an earlier prompt. An edit
+changes case, white space and punctuation, replaces a word or two, or leaves out a word. A copy should be dropped if its exact
 Jaccard similarity to the original, computed from the same shingles as in the near-duplicates stage, reaches the threshold.
 
     recall      dropped copies that should be dropped / copies that should be dropped

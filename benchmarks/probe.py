@@ -6,9 +6,12 @@
 
 Models are random Qwen3, Qwen3-MoE, Llama and Mistral of width 64, whose matrices and biases have a standard deviation of 0.02 to
 0.2. One engine is started per shape and dtype; the weights of further models are sent to it as updates. The last column names the
-checks that detect a mutation: the statistic of the probe that is too large (at the first comparison, or by the narrower bound of
-later ones), `settings` if the settings that the engine reports differ, `checksums` if the checksums of weights differ, and
-`engine` if vLLM counts cached prefixes right after an update.
+checks that detect a mutation:
+
+    median, share, last tokens  this statistic of the probe is too large; (later): only by the narrower bound of later comparisons
+    settings                    the settings that the engine reports differ
+    checksums                   the checksums of the weights differ
+    engine                      vLLM counts cached prefixes right after an update
 """
 
 from __future__ import annotations
