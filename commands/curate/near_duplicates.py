@@ -41,7 +41,7 @@ class _Questions:
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, bands)
         self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
-        # Buffer with the low halves of the kept rows' hashes; its last rows are unused.
+        # Buffer with the low 16 bits of the kept rows' hashes; its last rows are unused.
         self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
