@@ -34,7 +34,8 @@ class LogprobPeer:
 class LossPeer:
     """Peer that computes a loss. prepared(inputs, clip): computes constants once, and returns a differentiable function.
 
-    is_ours: True if it is the same clipped loss over the mask as ours; False: another loss, listed for orientation.
+    is_ours: True if it is the same clipped loss over the mask as ours; False: another loss, whose results
+    are not compared.
     """
 
     name: str

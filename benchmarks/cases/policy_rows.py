@@ -96,7 +96,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """Do the work that is needed once per batch: allocate per-token arrays, and set up the objective's evaluator."""
+        """Restore the logits, allocate per-token arrays and set up the objective's evaluator: work that `run` does not time."""
         self.logits.copy_(self.source)
         statistics = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, statistics.logprobs, statistics.entropy)
