@@ -5,7 +5,7 @@
     python benchmarks/gpu_suite.py --wheels DIR --resume FILE   # continue the results.tar.gz of an earlier call, on any machine
 
 The kernels' GPU tests, the fused loss, two training steps, a buffer shared by CUDA IPC, attention and grouped GEMM come first and
-always run. The other benchmarks follow, each only if enough time remains. The suite needs torch >= 2.13, triton >= 3.6, numpy and
+always run. The other benchmarks follow, each only if enough time remains. The suite needs torch >= 2.11, triton >= 3.6, numpy and
 the C compiler that Triton calls. It needs no network and no installation. --wheels adds the packages of suite_wheels.txt and
 vllm_wheels.txt, as wheels or as pieces from carry.py. The team of examples/real_team is trained if its model is given by --model
 DIR or as a wheel in --wheels. Parts that cannot run are listed with the missing module. Each part is a separate process with a

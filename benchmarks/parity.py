@@ -478,7 +478,7 @@ def main() -> int:
         lines = [first]
         for kind in ("dense", "llama", "mistral"):
             other_model = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY)
-            lines.append(against_transformers(f"the same of a {kind} model", other_model)[2])
+            lines.append(against_transformers(f"as above, a {kind} model", other_model)[2])
         lines += against_peft(folder / "adapters")
         torch.save(one_rank, folder / "one.pt")
         (folder / "samples").write_bytes(encode(MiniBatch(tuple(sequences), sum(s.num_sampled for s in sequences))))

@@ -225,9 +225,6 @@ def main() -> int:
         default=[0.008, 0.045, 0.2],
         help="shares of the parameters that change, for sync.delta",
     )
-    parser.add_argument(
-        "--adapters", type=int, nargs="+", help="instead, publish these numbers of adapters of a tiny base"
-    )
     options = parser.parse_args()
     import torch
 

@@ -20,7 +20,7 @@ def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     lines = json.loads(report.read_text("utf-8"))
-    families = [f"the same of a {kind} model" for kind in ("dense", "llama", "mistral")]
+    families = [f"as above, a {kind} model" for kind in ("dense", "llama", "mistral")]
     adapters = [f"adapters, {kind}, one rank" for kind in ("moe", "dense")]
     kinds = ("dense", "dense", "moe", "moe")
     of_adapters = [f"adapters, {kind}, {layout}" for kind, layout in zip(kinds, layouts, strict=True)]

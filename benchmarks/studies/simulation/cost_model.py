@@ -65,7 +65,7 @@ class Constants:
     sync_bytes_per_s: float = _constant(50e9, "B/s", "one 400 Gb/s InfiniBand port carries the whole model")
     solver_prompt: float = _constant(256.0, "tokens", "ASSUMED: a problem and the chat template")
     shown_tokens: float = _constant(
-        1024.0, "tokens", "ASSUMED: of an output's visible part (no thought) in the next agent's prompt"
+        1024.0, "tokens", "ASSUMED: length of an output without its thought, in the next agent's prompt"
     )
     solver_accuracy: float = _constant(0.649, "", "MarsRL, BeyondAIME, Solver before training; Correctors the same")
     verifier_agreement: float = _constant(0.7, "", "ASSUMED: a Verifier's verdict agrees with the truth")

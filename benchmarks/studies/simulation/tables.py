@@ -40,7 +40,7 @@ def fit_text(fitted: Fit) -> str:
         rows.append((*cells, f"{fitted.samples[segments]:.0f}"))
     head = f"UloRL: sigma of the log-normal lengths fitted to 1 segment: {fitted.sigma:.3f}"
     names = [cell for label in READINGS.values() for cell in (f"{label}: s", "off by")]
-    return head + "\n" + columns(("segments", "published s", *names, "samples trained a step, then"), rows)
+    return head + "\n" + columns(("segments", "published s", *names, "samples trained per step"), rows)
 
 
 def pipelines_text(study: Study, grid: Grid) -> str:
