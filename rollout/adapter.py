@@ -276,7 +276,7 @@ def write_adapter(
 
 
 def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the tensors are those of this adapter of this model."""
+    """Raise ValueError unless the names and shapes of the tensors match the model and the adapter's settings."""
     expected = tensor_shapes(shape, adapter)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wrong := [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]:
@@ -297,7 +297,7 @@ def held_by_shard(
     """Yield (name, tensor) as held by a shard of an engine: the shard's parts of A and of (alpha / rank) B, in dtype.
 
     B's rows and A's columns are split like the adapted matrix. As in vLLM, B is scaled in dtype, which is exact if alpha / rank
-    is a power of two. Raises ValueError: the tensors are not those of this adapter of this model.
+    is a power of two. Raises ValueError as check_tensors does.
     """
     check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)

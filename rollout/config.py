@@ -49,7 +49,7 @@ OptionValues = Mapping[str, OptionValue]
 
 
 class Settings(BaseModel):
-    """Base of every settings model. It is frozen, rejects unknown keys, and does not convert between numbers and strings.
+    """Base of every settings model. It is frozen and rejects unknown keys, NaN and infinity. Numbers are not accepted as strings.
 
     A field's description is in its Field(), or in the docstring below it if it is long.
     """
@@ -380,7 +380,8 @@ class RolloutConfig(Settings):
     max_engine_restarts: CountOr0 = 16
     """number of lost engines (dead, or silent for deadline_s) that a run replaces per policy; the next loss ends the run"""
     max_turns: Count = 256
-    """maximum agent calls in one episode, and continuations of one sample; beyond it, the episode or sample fails"""
+    """maximum calls of agents and of the team's own tools in one episode, and continuations of one sample; beyond it the episode
+    fails"""
     max_error_share: PositiveShare = 0.5
     """maximum share of a step's samples and episodes that end in an error (engine or team code); beyond it the run stops"""
     max_request_attempts: Count = 3
@@ -476,8 +477,8 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """maximum number of fixed inputs: for a Verifier the total, half of them right; for a Corrector that of wrong inputs, and of
-    right ones"""
+    """maximum number of fixed inputs (solutions). A Verifier gets half of them right and half wrong; a Corrector gets this many
+    right and this many wrong ones"""
 
     @property
     def most_verdicts(self) -> int:

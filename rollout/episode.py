@@ -16,8 +16,8 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""Purpose of an episode. evaluate: one sample per ask, up to the final answer; collect: as train, for an evaluation's fixed
-inputs."""
+"""Purpose of an episode. Outside training, built-in teams draw one sample per ask. evaluate: up to the final answer. collect:
+only to obtain the fixed inputs of evaluations."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,10 @@ class Episode:
         episode.samples(solver)                                 # once over: 8 samples, "000017/solver:0" to "000017/solver:7"
 
     id: "000017", or "000017.3" if a rollout instance has several episodes. rollout_id: id of the instance.
-    seed: run.seed. asks: asks so far, by id, in order. answers: the samples of each finished ask, by index, without their tokens;
-    () if the ask's prompt was too long or no sample finished. calls: tool calls by id. outputs: outputs of finished calls, by id.
-    waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode failed, if the
-    team's code raised.
+    seed: run.seed. asks: asks so far, by id, in order. answers: {id of a finished ask: its samples, in order of index, without
+    tokens}; () if the ask's prompt was too long or no sample finished. calls: tool calls by id. outputs: outputs of finished
+    calls, by id. waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode failed, if
+    the team's code raised.
     """
 
     id: str

@@ -54,12 +54,12 @@ class HttpLine:
         """Create the client without connecting.
 
         Args:
-            section, timeout_key: settings named in messages; the section ends with a dot.
+            section, timeout_key: names of the settings section, with a final dot, and of its timeout, for messages.
             timeout_s: limit of one attempt, from connection to last byte.
             retries: further attempts after 408, 409, 429, 5xx, or a failed connection.
             backoff_s: delay before the first retry; it doubles, up to 60 s.
-            secret: query parameters that `get` adds to every address. Never logged, and removed from the server's text if it
-                repeats them.
+            secret: query parameters that `get` adds to every address. Their values are never logged, and are removed from
+                server texts that repeat them.
         """
         self._url, self._section, self._timeout_key = url, section, timeout_key
         self._timeout_s, self._retries, self._backoff_s = timeout_s, retries, backoff_s

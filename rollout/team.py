@@ -100,8 +100,8 @@ class Team:
     """Resources for playing and judging: agents, orchestration, engines, tools and judges.
 
     renderers, pools: chat renderers and engine pools of the agents' policies, by policy name. adapters: {policy that is an
-    adapter: policy whose pool decodes for it}; both may be the same. records_experts: policies whose engines record the experts
-    of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
+    adapter: policy whose pool decodes for it}, which may be the same policy. records_experts: policies whose engines record the
+    experts of each token for training. max_turns: limit of agent and tool calls in one episode. tools: pool of the tools that
     agents and orchestration call. gateway: serves programs that play episodes; None for other teams.
     teachers: engines, by policy, that score agents' samples (agents.<name>.teacher).
     max_kept: {agent that is trained with top_p or top_k: maximum number of tokens that its sampler keeps at a position}. The ids
@@ -228,7 +228,7 @@ class Team:
         return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """Return the first agent's own answer in a finished episode."""
+        """Return the sample with the first agent's own answer in a finished episode, or None."""
         return self._of_ended(episode, self.orchestration.alone, returned.sample_or_none, None)
 
     def redrawn(self, episode: Episode) -> Collection[str]:
@@ -367,7 +367,7 @@ class Team:
         return [None if answer is None else next(judgements) for answer in answers]
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
-        """Return the completion's sample with the reward that the orchestration gives it. judgement: None if it needs none."""
+        """Return the completion's sample with its reward by the orchestration. judgement: None if the reward needs none."""
         sample = completion.sample
         assert sample is not None, f"{completion.uid} has not ended"
         if sample.finish is Finish.ERROR:

@@ -206,7 +206,7 @@ class ToolOutput:
         ToolOutput("12.5")                          one text
         ToolOutput.of(["first page", "second"])     several parts, such as pages or papers, that can be read one by one
 
-    text: the whole output, each part on its own line. part_ends: end of each part in `text`, so that a checkpoint
+    text: the whole output; parts are joined by newlines. part_ends: end of each part in `text`, so that a checkpoint
     stores every character once; () without parts. seconds: the tool's run time; 0 if the output was cached.
     """
 
