@@ -51,7 +51,7 @@ def build_tools(
     def read_pages(urls: Sequence[str], wait_s: float) -> list[ToolOutput]:
         calls = [pool.submit(ToolCall(f"pages#{i}", "pages", json.dumps({"url": u}))) for i, u in enumerate(urls)]
         in_time, _ = wait(calls, wait_s)
-        late = ToolOutput("error: the page did not come in time", is_error=True)
+        late = ToolOutput("error: the page did not arrive in time", is_error=True)
         return [call.result() if call in in_time and not call.cancelled() else late for call in calls]
 
     with ExitStack() as stack:

@@ -197,7 +197,9 @@ class McpServer(OwnTool):
         if (self.command is None) == (self.url is None):
             raise ValueError("a tool of kind mcp needs either a command or a url; set exactly one of them")
         if (self.environment and self.url) or (self.api_key_env and self.command):
-            raise ValueError("environment requires a command, and api_key_env a url; remove the other")
+            raise ValueError(
+                "environment requires a command, and api_key_env a url; remove the one that does not apply"
+            )
         return self
 
 

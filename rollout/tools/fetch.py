@@ -97,7 +97,7 @@ class Fetcher:
                 if isinstance(page, Fetched):
                     return page
                 address = page
-        raise Refused(f"it redirects more than the allowed {_MOST_REDIRECTS} times")
+        raise Refused(f"the page redirects more than the allowed {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
         """Return the page, or the address that it redirects to."""
@@ -113,16 +113,16 @@ class Fetcher:
                 raise ToolError(f"HTTP {response.status}")
             media_type, charset = _content_type(fields.get("content-type", ""))
             if not media_type.startswith("text/") and media_type not in (*_TEXTS, *_UNKNOWN):
-                raise Refused(f"it is not text: content type {media_type[:_MOST_SHOWN]!r}")
+                raise Refused(f"the page is not text: content type {media_type[:_MOST_SHOWN]!r}")
             body = b"".join(self._decompressed(response.iter_stream(), fields.get("content-encoding", "")))
         if media_type in _UNKNOWN and not body.startswith(b"%PDF-"):
-            raise Refused(f"it is not text: content type {media_type!r}")
+            raise Refused(f"the page is not text: content type {media_type!r}")
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         """Yield the decompressed body; the size limit holds before and after decompression."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
-            raise Refused(f"it is compressed with {encoding[:_MOST_SHOWN]!r}, although only gzip was requested")
+            raise Refused(f"the page is compressed with {encoding[:_MOST_SHOWN]!r}, although only gzip was requested")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
         most = self._limits.max_kib << 10
         sent = expanded = 0
@@ -132,10 +132,10 @@ class Fetcher:
                 try:
                     chunk = gzip.decompress(chunk, most + 1 - expanded)
                 except zlib.error as error:
-                    raise ToolError(f"its gzip is broken ({error})"[:200]) from None
+                    raise ToolError(f"the gzip data of the page is invalid ({error})"[:200]) from None
             expanded += len(chunk)
             if max(sent, expanded) > most:
-                raise Refused(f"it is larger than tools.pages.max_kib = {self._limits.max_kib} KiB")
+                raise Refused(f"the page is larger than tools.pages.max_kib = {self._limits.max_kib} KiB")
             yield chunk
 
 
@@ -145,13 +145,13 @@ def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host
     except (httpx.InvalidURL, ValueError) as error:  # an invalid IDNA name or port raises ValueError
-        raise Refused(f"it is not a valid address: {error}"[:200]) from None
+        raise Refused(f"the address is invalid: {error}"[:200]) from None
     if address.scheme not in ("http", "https") or not host:
-        raise Refused("its address must begin with http:// or https://")
+        raise Refused("the address must begin with http:// or https://")
     if address.port is not None and not 0 < address.port < 1 << 16:
-        raise Refused(f"it is not a valid address: port {address.port}, expected 1 to 65535")
+        raise Refused(f"the address is invalid: port {address.port}, expected 1 to 65535")
     if address.userinfo:
-        raise Refused("its address must not contain a user or a password")
+        raise Refused("the address must not contain a user or a password")
     return address
 
 
@@ -186,7 +186,7 @@ class _PublicNetwork(httpcore.NetworkBackend):
         addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in infos))
         if host.lower() not in self._allowed and not all(is_public(ip_address(address)) for address in addresses):
             # The message omits the address: otherwise a page could probe the names of a private network.
-            raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
+            raise Refused("the page's host has an address that is not public (tools.pages.allow_hosts)")
         return addresses
 
 

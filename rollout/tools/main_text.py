@@ -21,10 +21,10 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
     if body.startswith(b"%PDF-"):
         return _of_pdf(body, most_chars)
     if media_type == "application/pdf":
-        raise ValueError("it is declared as a PDF, but is not one")
+        raise ValueError("the page is declared as a PDF, but is not one")
     text = _decoded(body, charset)
     if "\0" in text:
-        raise ValueError("it is declared as text, but is binary")
+        raise ValueError("the page is declared as text, but is binary")
     if media_type not in ("text/html", "application/xhtml+xml"):
         return text
     import trafilatura

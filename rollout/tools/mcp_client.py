@@ -151,7 +151,7 @@ class McpTools:
             await anyio.sleep_forever()
 
     async def _listed(self, client: Client) -> list[ToolFunction]:
-        """Return the server's tools that the settings name."""
+        """Return the server's tools that settings.tools names; None: all of them."""
         offered: dict[str, ToolFunction] = {}
         cursor = None
         for _ in range(_MOST_PAGES):
@@ -220,7 +220,8 @@ async def _bound(response: httpx2.Response) -> None:
 def _text(result: CallToolResult) -> str:
     """Convert a result to text for a model.
 
-    Text is unchanged; other contents are replaced by their names. Structured content follows as JSON, unless the text repeats it.
+    Texts are unchanged; other contents become placeholders such as [image, not shown]. Structured content follows as JSON, unless
+    the texts repeat it.
     """
     shown = list(map(_shown, result.content))
     texts = [each.text for each in result.content if isinstance(each, TextContent)]
@@ -243,8 +244,8 @@ def _shown(content: ContentBlock) -> str:
 def _say(texts: Sequence[str], structured: object) -> bool:
     """Return True if the texts repeat the structured content.
 
-    This is so if one text is the content's JSON, as the protocol recommends. The Python SDK wraps a value that is not an object
-    as {"result": value}; then it is also so if the texts are that value, or its items.
+    They do if one text is the content's JSON, as the protocol recommends. The Python SDK wraps a value that is not an object as
+    {"result": value}; texts that are this value, or its items, also repeat the content.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):

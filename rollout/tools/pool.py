@@ -193,7 +193,7 @@ class ToolPool:
             for lane in self._lanes.values():
                 stack.callback(lane.tool.close)
 
-    # All methods below require the lock.
+    # The next three methods require the lock.
 
     def _begin(self, lane: _Lane, call: ToolCall, future: Future[ToolOutput]) -> None:
         try:
@@ -232,7 +232,7 @@ class ToolPool:
             for key, value in (lane.tool.take_counts() if hasattr(lane.tool, "take_counts") else {}).items():
                 lane.books.counts[key] = lane.books.counts.get(key, 0.0) + value
 
-    # The methods below run in the pool's threads.
+    # The methods below run in the threads of timers and runs, and acquire the lock themselves.
 
     def _give_up(self, lane: _Lane, run: _Run) -> None:
         """End an overdue run with an error, and abandon its thread."""

@@ -81,7 +81,7 @@ def test_a_page_is_its_main_text_fetched_once_without_a_proxy() -> None:
         first, second, third = both.parts
         assert first.startswith(f"Page 1({url}/a) Tarn\n{SENTENCE}") and "wool" in first and "river 8" in first
         assert not re.search("Home|About|secret|rights", first)
-        assert second == f"Page 2({url}/b) error: it is not text: content type 'image/png'" and SENTENCE in third
+        assert second == f"Page 2({url}/b) error: the page is not text: content type 'image/png'" and SENTENCE in third
         assert visit(pool, f"{url}/a").text == first and not both.is_error
         counts = {name.removeprefix("tools/"): value for name, value in pool.take_counts().items()}
     # /a was requested directly, and as the target of /c.
@@ -120,7 +120,7 @@ def test_a_search_shows_the_bodies_of_its_results() -> None:
     assert first.startswith(f"Doc 1(Title: Tarn) {base}/a\nA river.\nTarn\n{SENTENCE}")
     assert second == f"Doc 2(Title: Gone) {base}/gone\nWas here.\n(Its page cannot be read: HTTP 404)"
     assert third.startswith(
-        "Doc 3(Title: Inside) http://localhost/\nPrivate.\n(Its page cannot be read: its host has an address"
+        "Doc 3(Title: Inside) http://localhost/\nPrivate.\n(Its page cannot be read: the page's host has an address"
     )
     assert fourth == "Doc 4(Title: Nowhere) No link."
 
@@ -135,14 +135,14 @@ def test_an_address_is_public_or_not() -> None:
         assert is_public(ip_address(public))
 
 
-PRIVATE, NO_PAGE = "an address that is not public", "its address must begin with http:// or https://"
+PRIVATE, NO_PAGE = "an address that is not public", "the address must begin with http:// or https://"
 REFUSED = {
     "file:///etc/passwd": NO_PAGE,
     "gopher://127.0.0.1:1/": NO_PAGE,
     "javascript:alert(1)": NO_PAGE,
-    "http://user@127.0.0.1/": "its address must not contain a user or a password",
-    "http://:word@127.0.0.1/": "its address must not contain a user or a password",
-    "http://127.0.0.1:99999999/": "it is not a valid address",
+    "http://user@127.0.0.1/": "the address must not contain a user or a password",
+    "http://:word@127.0.0.1/": "the address must not contain a user or a password",
+    "http://127.0.0.1:99999999/": "the address is invalid",
     "http://localhost/": PRIVATE,
     "http://[::1]/": PRIVATE,
     "http://[::ffff:127.0.0.1]/": PRIVATE,
@@ -151,7 +151,7 @@ REFUSED = {
     "http://169.254.169.254/latest/meta-data/": PRIVATE,
     "http://[fe80::1%25lo]/": "",
 }
-ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "it is not a valid address"}
+ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "the address is invalid"}
 
 
 def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
@@ -160,7 +160,7 @@ def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
     with site({**pages, "/on": redirects("//10.0.0.1/"), "/round": redirects("/round")}) as (pool, _, base):
         asked = {**REFUSED, **ALSO_REFUSED}
         asked |= {f"{base}/{i}": said for i, said in enumerate(REFUSED.values())}
-        asked |= {f"{base}/on": PRIVATE, f"{base}/round": "it redirects more than the allowed 5 times"}
+        asked |= {f"{base}/on": PRIVATE, f"{base}/round": "the page redirects more than the allowed 5 times"}
         for url, said in asked.items():
             output = visit(pool, url)
             assert output.is_error and said in output.text and "failed" not in output.text, (url, output.text)
@@ -243,20 +243,20 @@ def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
 
 HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 HOSTILE: list[tuple[Reply, str]] = [
-    (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "it is larger than tools.pages.max_kib = 1024 KiB"),
+    (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "the page is larger than tools.pages.max_kib = 1024 KiB"),
     (
         sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"),
-        "it is declared as text, but is binary",
+        "the page is declared as text, but is binary",
     ),
-    (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
-    (sends(b"x", Content_Encoding="br"), "it is compressed with 'br', although only gzip was requested"),
+    (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "the gzip data of the page is invalid"),
+    (sends(b"x", Content_Encoding="br"), "the page is compressed with 'br', although only gzip was requested"),
     (longer_than_it_says, "RemoteProtocolError"),
     (drips(b"HTTP/1.1 200 OK\r\nX-Large: ", b"x" * 1000, 0.0), "RemoteProtocolError"),
     (lambda handler: handler.wfile.write(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
-    (sends(b"MZ\0\0", "application/octet-stream"), "it is not text: content type 'application/octet-stream'"),
-    (sends(b"\x89PNG\0\0", "text/html"), "it is declared as text, but is binary"),
-    (sends(ARTICLE, "application/pdf"), "it is declared as a PDF, but is not one"),
-    (sends(b"{}", "x" * 500 + "/json"), "it is not text: content type "),
+    (sends(b"MZ\0\0", "application/octet-stream"), "the page is not text: content type 'application/octet-stream'"),
+    (sends(b"\x89PNG\0\0", "text/html"), "the page is declared as text, but is binary"),
+    (sends(ARTICLE, "application/pdf"), "the page is declared as a PDF, but is not one"),
+    (sends(b"{}", "x" * 500 + "/json"), "the page is not text: content type "),
     (sends(b"<html><body><script>x</script></body></html>"), "the page has no main text"),
     (sends(b"%PDF-1.7 and then nothing", "application/pdf"), "the page cannot be parsed"),
 ]
@@ -274,7 +274,7 @@ def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
     with site({"/": bomb}, max_kib=1024) as (pool, _, url):
         tracemalloc.start()
         try:
-            assert "it is larger than tools.pages.max_kib = 1024 KiB" in visit(pool, f"{url}/").text
+            assert "the page is larger than tools.pages.max_kib = 1024 KiB" in visit(pool, f"{url}/").text
             assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once contain 64 MiB
         finally:
             tracemalloc.stop()
