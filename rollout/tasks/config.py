@@ -162,7 +162,7 @@ class TutorConfig(Settings):
     """What tutors write in a step, and how often they slip on last-digit chains."""
 
     slip_solver: Share = 0.10
-    """share of wrong lines of the Solver's tutor in phase 2; with fewer, RL has less to improve (docs/cpu_default.md)"""
+    """share of wrong lines of the Solver's tutor in phase 2; a lower share leaves RL less to improve (docs/cpu_default.md)"""
     slip_verifier: Share = 0.10
     """share of wrong lines of the Verifier's tutor when the tutor computes the chain itself"""
     slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")

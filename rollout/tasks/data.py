@@ -35,7 +35,7 @@ _THOUSANDS = re.compile(r"\s*[-+$]*\d{1,3}(,\d{3})+(\.\d+)?\s*")
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """Problems in file order. num_bad: skipped rows. warnings: about problems left out because of their answers."""
+    """Problems in file order. num_bad: number of skipped rows. warnings: texts about problems skipped for their answers."""
 
     problems: tuple[Problem, ...]
     num_bad: int

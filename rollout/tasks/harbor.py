@@ -41,7 +41,7 @@ _SUPPORTED = {
     "env",
 }
 _SUPPORTED |= {"storage_mb"}  # accepted but not applied, because Docker's usual storage cannot limit a single container
-_SPARE_S = 300  # seconds beyond its timeouts after which a container ends by itself, if its session was killed
+_SPARE_S = 300  # a container ends by itself this many seconds after its timeouts, in case its session was killed
 _MOST_SHOWN = 2000
 
 
@@ -87,7 +87,7 @@ def _why_not(folder: Path) -> Iterator[str]:
         yield f"environment.network_mode is {mode!r}; expected public or no-network"
     for name, value in {**environment.get("env", {}), **verifier.get("env", {})}.items():
         if ":-" in str(value):
-            yield f"it gives a default of the variable {name}; set the variable's value"
+            yield f"the default of the variable {name} (:-) is unsupported; write the value itself"
     if verifier.get("environment_mode", "shared") != "shared" or "environment" in verifier:
         yield "its verifier needs a container of its own; expected verifier.environment_mode = shared"
 

@@ -20,7 +20,7 @@ Listed = Sequence[Problem | tuple[str, str | None]]
 
 
 class OwnTask:
-    """Problems, and rewards of answers to them.
+    """Base class of a user's task: problems, and rewards of answers to them.
 
     The trainer lists the problems once, when it checks its settings. `reward` runs in separate processes, each with an object
     of this class without data. A call may take up to task_options.timeout_s, and may crash.
@@ -53,7 +53,7 @@ class OwnTask:
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """Return the reward, in [0, 1], of an answer parsed from a completion. For a Verifier only 1 counts as right.
+        """Return the reward, in [0, 1], of an answer parsed from a completion. For verdicts, only answers with 1 are right.
 
         An exception, or any other value, makes the reward missing, never 0.
         """
