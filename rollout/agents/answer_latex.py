@@ -242,7 +242,7 @@ def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], lis
 
 
 def nesting(part: Tokens) -> int:
-    """Return the depth of the innermost bracket."""
+    """Return the greatest depth of nested brackets."""
     return max(itertools.accumulate((token in OPENING) - (token in CLOSING) for token in part), default=0)
 
 

@@ -93,8 +93,8 @@ class PromptSet:
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
         """Return the set with `system` as system turn and `suffix` below the last user turn, in the chats of these roles.
 
-        Raises ValueError, with a text that begins with the setting's name, if the text has a placeholder that a role lacks, or if
-        `system` would replace a turn with a placeholder that the role needs.
+        Raises ValueError if `system` or `suffix` has a placeholder that a role lacks, or if `system` would replace a turn with a
+        placeholder that the role needs. The message begins with the setting's name.
         """
         turns = dict(self.turns)
         for role in [role for role in roles if role in turns]:

@@ -439,7 +439,11 @@ class ChatRenderer:
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
         added = self._text(last if prompt.startswith(self._text(first)) else first + last)
-        reasons = [f"a server's tokenizer adds {added} to it, which the chat template does not write"] if added else []
+        reasons = (
+            [f"a server's tokenizer adds {added} to the prompt, which the chat template does not write"]
+            if added
+            else []
+        )
         if not self.names_end:
             reasons.append(
                 f"a server may not stop at {self._text([self.eos_id])}, with which the chat template ends turns: it is neither "

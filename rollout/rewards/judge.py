@@ -111,7 +111,7 @@ class RewardPool:
                     f"the judge process {error}; check that {sys.executable} can import {self._judge} (see its message on "
                     "stderr)"
                 ) from error
-            why = f"took over {self._options.timeout_s:g} s and was given up"
+            why = f"took more than {self._options.timeout_s:g} s and was abandoned"
             if isinstance(error, Crashed):
                 why = f"process crashed (code {error.status})"
             return self._missing(why)

@@ -147,7 +147,7 @@ class ModelJudge:
         )
 
     def sleep(self) -> None:
-        """Wait until all draws have ended, abandoned ones too, since they occupy engines; then sleep as EnginePool.sleep does."""
+        """Wait until all draws have ended, abandoned ones too, since they occupy engines; then put the engines to sleep."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not (self._open or self._drawing))
         self.pool.sleep(keeps_weights=True)

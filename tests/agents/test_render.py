@@ -427,7 +427,7 @@ def test_what_a_server_adds_beyond_the_template_is_named(tmp_path: Path) -> None
     renderer = ChatRenderer(folder)
     ids, _ = renderer.render([ASK])
     (reason,) = renderer.why_not_text()
-    assert reason == "a server's tokenizer adds <s> to it, which the chat template does not write"
+    assert reason == "a server's tokenizer adds <s> to the prompt, which the chat template does not write"
     assert renderer.without_first(ids).tolist() == ids.tolist()
     (reason,) = ChatRenderer(base_model(tmp_path / "base")).why_not_text()
     assert reason.startswith(
