@@ -315,7 +315,7 @@ def _check_process(call: str, config: RunConfig | None) -> None:
         )
     if threading.current_thread() is not threading.main_thread():
         raise Error(
-            f"marsrl.{call} is called in another thread than the main one, which alone handles interrupts; call it there"
+            f"marsrl.{call} is called outside the main thread, which alone handles interrupts; call it from the main thread"
         )
 
 

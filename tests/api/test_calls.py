@@ -96,7 +96,7 @@ def test_a_call_in_another_thread_is_refused() -> None:
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert "another thread than the main one" in str(errors)
+    assert "outside the main thread" in str(errors)
 
 
 def test_a_class_of_a_file_has_its_name_and_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_an_answer_that_hangs_or_exits_does_not_end_the_run() -> None:
     finally:
         task.close()
     assert (right.value, wrong.value) == (1.0, 0.0)
-    assert hung.is_missing and "took over 0.5 s and was given up" in hung.note
+    assert hung.is_missing and "took more than 0.5 s and was abandoned" in hung.note
     assert ended.is_missing and "SystemExit: 3" in ended.note
 
 
