@@ -99,7 +99,7 @@ def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, i
 
 
 def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
-    """Return {adapter tensor, without PEFT's prefix: its shape}."""
+    """Return {name of an adapter tensor, without PEFT's prefix: its shape}."""
     found: dict[str, tuple[int, int]] = {}
     for name, (out, into, rank) in adapted(shape, adapter).items():
         found |= {f"{name}.lora_A.weight": (rank, into), f"{name}.lora_B.weight": (out, rank)}

@@ -456,7 +456,7 @@ def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completio
     if not completion.turn:
         return 0, begins
     ids, is_sampled = completion.token_ids, completion.is_sampled
-    # Split into runs that are sampled or not sampled as a whole.
+    # Split into runs of tokens that the policy sampled, and runs of other tokens.
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_sampled)) + 1)
     ended = [is_sampled[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
     # Only runs after the last ended turn matter.

@@ -413,7 +413,7 @@ class ChatRenderer:
         for is_control, group in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
             run = list(group)
             text, within = self._text(run), self._text([*last, *run])[len(self._text(last)) :]
-            # SentencePiece's decoders drop the first space, which may come from the template or have been added in encoding.
+            # SentencePiece's decoders drop a leading space. Restore it, unless the encoder had added it.
             if text != within and self.completion_ids(within).tolist() == run:
                 text = within
             parts = [text] if is_control else [part for part in self._break_controls(text) if part is not None]

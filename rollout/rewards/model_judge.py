@@ -270,7 +270,7 @@ class ModelJudge:
         raise unread
 
     async def _decoded(self, prompt: IntArray, key: _Key, purpose: Purpose, number: int) -> DecodeResult:
-        """Decode one draw of a judgement. number: from 1."""
+        """Decode one draw of a judgement. number: number of the draw, from 1."""
         self._num_requests += 1
         uid, temperature = f"judge/{self._num_requests}", self.config.temperature
         if number > 1:
