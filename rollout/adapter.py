@@ -227,7 +227,7 @@ def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None
             found = ", ".join(f"{scale:g}" for scale in scales)
             advice = f"all matrices must have the same factor, but this adapter has {found}: {_MERGE}"
         raise ValueError(
-            f"{key}: alpha / rank of {scales[other]} is {other:g}; expected adapter.alpha / adapter.rank is "
+            f"{key}: alpha / rank of {scales[other]} is {other:g}; expected adapter.alpha / adapter.rank = "
             f"{adapter.scale:g}: {advice}"
         )
 

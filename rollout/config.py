@@ -258,7 +258,7 @@ class VllmOptions(Settings):
     (docs/weight_sync.md)"""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """dtype of the KV cache; auto: the engine's dtype. fp8 stores twice the tokens, but log-probs differ more from the
-    trainer's: set loss.correction and watch train_rollout/"""
+    trainer's: set loss.correction and watch the metrics train_rollout/..."""
     quantization: Literal["fp8"] | None = None
     """fp8: the engine rounds the layers' matrices when they arrive, in blocks of 128 x 128, which halves their memory and
     memory traffic. For a trained policy set loss.correction (docs/weight_sync.md)"""

@@ -251,9 +251,10 @@ class Sample:
     behind: longest common prefix with an earlier sample of the agent in a program's session; None if there is none. caller:
     answer that made a program start this sample's sub-agent; None for other samples. rewritten: what a
     program changed in its chat, so that the sample does not continue an earlier one (for display); "" if it changed nothing.
-    segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
-    of `text` that other agents see. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
-    gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
+    segments partition [0, N) by the policy version that decoded them. full_text: the value of `text`; None if not kept.
+    shown: the part of `text` that other agents see. answer: the final answer. verdict: True for "correct". Both are None if
+    unparsable, or if the agent gives none. outcome: correctness of the episode's result, if whole rollout instances are
+    trained; NaN = unknown.
     routed_experts: experts of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
     kept_tokens: tokens that the sampler kept at each of the completion's N positions; None: not recorded.
     """

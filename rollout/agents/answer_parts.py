@@ -44,9 +44,9 @@ _REGION_MARKS = frozenset(["(", "[", r"\{", "<", ">", r"\leq", r"\geq", r"\neq",
 class Several:
     """Parts of an answer.
 
-    brackets: "" for a list, "{" for a set, "(" for a tuple, ":" for a ratio. name: x, if each part is a value of x. ordered: True
-    if the parts are values of different variables (x=1, y=2); an answer without names must then list the values in the same
-    order. x_1 and x_2 count as one variable.
+    brackets: "" for a list, "{" for a set, "(" for a tuple, ":" for a ratio, "[)" and the like for an interval. name: x, if each
+    part is a value of x. ordered: True if the parts are values of different variables (x=1, y=2); an answer without names must
+    then list the values in the same order. x_1 and x_2 count as one variable.
     """
 
     brackets: str
@@ -133,7 +133,7 @@ def _found(sides: list[list[str]], operators: list[str], *, is_reference: bool) 
 
 
 def _region(part: list[str]) -> tuple[str, Set] | None:
-    """Return (variable of the inequalities, or "" without any; set of real numbers); None if the part is no such set."""
+    """Return (variable of the inequalities, "" if there are none; set of real numbers), or None for any other part."""
     if _REGION_MARKS.isdisjoint(part):
         return None
     from sympy import Intersection, Union

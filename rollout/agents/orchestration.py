@@ -303,8 +303,8 @@ class Orchestration:
     def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
         """Return warnings about agents whose chats, in most of these problems, do not show a form that their parsers accept.
 
-        read: texts of each agent's chats, if the team overrides `messages`. Parsers without an example, and prompt sets whose form
-        a warm start teaches, are not checked.
+        read: texts of each agent's chats, if the team overrides `messages`. Parsers without an example, and prompt sets whose
+        form a warm start teaches, are not checked.
         """
         warnings = []
         is_own = not type(self).messages.__module__.startswith("marsrl.")

@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layer": ({"layers_to_transform": [1]}, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, "),
     "a rank": ({"r": 8, "lora_alpha": 16}, r"q_proj.lora_A.weight has shape \[8, 32\]; .* \[4, 32\]: set adapter.rank=8"),
     "ranks": ({"rank_pattern": {"v_proj": 2}}, r"v_proj.lora_A.weight has shape \[2, 32\]"),
-    "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; expected .* is 2: set adapter.alpha=4"),
+    "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; expected .* = 2: set adapter.alpha=4"),
     "factors": (
         {"alpha_pattern": {"layers.1.*v_proj": 4}},
         "of model.layers.1.self_attn.v_proj is 1; expected .*: all matrices must have the same factor, but .* has 2, 1:",

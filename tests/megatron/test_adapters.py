@@ -152,7 +152,7 @@ def test_policies_with_separate_weights_train_as_if_alone(tmp_path: Path) -> Non
     [
         ("qwen3", {"targets": ["experts"]}, "adapter.targets includes experts, but .* has none; set mlp"),
         ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets is mlp only, but .* has experts instead"),
-        ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; expected .* is 1: set adapter.alpha=16"),
+        ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; expected .* = 1: set adapter.alpha=16"),
         (
             "qwen3",
             {"rank": 4, "alpha": 8},
