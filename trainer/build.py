@@ -338,7 +338,7 @@ def open_pool(
 
     model: the policy's model directory.
     max_model_len: largest number of tokens of a prompt and its completion together.
-    deadline_s: a replica that holds a request for more seconds counts as lost; None: no limit.
+    deadline_s: seconds after which a replica that still holds a request counts as lost; None: no limit.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:

@@ -12,7 +12,8 @@ A save goes into step_12.part, which is renamed when complete:
     begin: plan, copy        write: each rank writes its files        end: index, manifest, rename, latest
     all ranks together       at once, or in a thread during training  all ranks together
 
-With run.async_checkpoint, a thread writes. The save then ends after the first training step at whose end all ranks have written.
+With run.async_checkpoint, a thread writes. After each training step the ranks check whether all have written; if so, they end the
+save.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
 from marsrl.trainer.weights.league import League
 
-_ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the run.
+_ANSWER_S = 60.0  # Seconds that an engine has to report its token count at the end of the run.
 
 
 @dataclass(slots=True)

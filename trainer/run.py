@@ -45,7 +45,7 @@ from marsrl.trainer.weights.sync import Standby, SyncReport, WeightSync, publish
 _FEWEST_JUDGED = 20  # fewest answers, over one or more steps, for a meaningful share of missing judgements
 _NO_GRADIENT = "no sample had a gradient"
 _HOW_TO_REFILL = "; rollout.refill adds problems for groups with equal rewards (docs/credit.md)"
-_LANES = {"credit": "credit/main"}  # parts of a step that trace.json shows in a lane other than the rank's
+_LANES = {"credit": "credit/main"}  # parts of a step that trace.json also shows in a lane of their own
 
 
 class Run:
@@ -231,7 +231,7 @@ class Run:
         return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 
     def note_credit(self, credited: Credited) -> None:
-        """Record on rank 0 the advantages, for the samples log, and the metrics of credit (drmas_metrics)."""
+        """Record the advantages, for the samples log, and the metrics of credit. Rank 0 only."""
         self._rank_0.log.note_credit(credited)
 
     def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
