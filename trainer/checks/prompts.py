@@ -1,4 +1,4 @@
-"""Checks before a run of chat templates, parsers, teachers' tokenizers, and a team's first prompts."""
+"""Preflight checks of chat templates, parsers, teachers' tokenizers, and a team's first prompts."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def _of_external(config: RunConfig) -> Iterator[str]:
 
 
 def _of_counted(config: RunConfig) -> Iterator[str]:
-    """Refuse rollout.refill and data.rest if there are no groups that they can count, or no repeated problems."""
+    """Refuse rollout.refill and data.rest if there are no groups to count, or if no problem repeats."""
     refill, problems = config.rollout.refill, config.rollout.prompts_per_step
     key = "data.rest" if refill is None else "rollout.refill"
     if not config.rewarded_agents:

@@ -194,7 +194,7 @@ def _words(field: Any) -> str:
 
 
 def _default(field: Schema) -> str:
-    # The schema omits defaults that a factory makes; these are empty.
+    # The schema omits the defaults of default_factory, which are empty.
     value = field.get("default", [] if field.get("type") == "array" else {})
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]

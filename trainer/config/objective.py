@@ -133,10 +133,10 @@ class LossConfig(Settings):
     KL (docs/credit.md)"""
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is only logged")
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: add a KL term per token; reward: after normalisation, subtract from each token's advantage kl_coef times the sum of
-    log p_rollout - log p_reference over this and the later tokens of the sample, less a mean over other samples; no gradient
-    flows through it, and loss.kl is only logged. Tokens that older weights sampled bias the gradient of reward, but not of loss
-    (docs/numerics.md)"""
+    """loss: add a KL term per token; reward: subtract a penalty from each token's advantage, after normalisation: kl_coef times
+    the sum of log p_rollout - log p_reference over this and the later tokens of the sample, less a mean over other samples. No
+    gradient flows through the penalty, and loss.kl is only logged. Tokens that older weights sampled bias the gradient of
+    reward, but not of loss (docs/numerics.md)"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats per token; unless 0, samples with advantage 0 are trained too"""
     truncated: Literal["train", "mask"] = "train"

@@ -76,7 +76,7 @@ def layer_of_words(words: Sequence[str], label: str) -> Layer:
 
 
 def check_words(words: Sequence[str], options: Collection[str] | None = None) -> None:
-    """Raise ConfigError for a setting with leading dashes, a colon or spaces around =, and for a long dash.
+    """Raise ConfigError for leading or long dashes, a colon for =, spaces around =, and config=FILE.
 
     options: names of the command's options, if they are still among the words. Then only dashes are checked.
     """

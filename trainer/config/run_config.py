@@ -167,7 +167,7 @@ class RunConfig(Settings):
     def in_bytes(self) -> RunConfig:
         """Return the config with max_input_tokens in bytes for agents and judges on chat servers.
 
-        Only these servers can count the tokens of their prompts; four bytes count as a token.
+        Only the server can count the tokens of a chat, so a token of the limit becomes four bytes.
         """
 
         def counted(asker: Asker) -> Asker:
