@@ -20,12 +20,12 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
-KEPT_BAD_BATCHES = 8  # Files to keep, or max_bad_steps if that is larger.
+KEPT_BAD_BATCHES = 8  # Files to keep, or trainer.max_bad_steps x policies if that is larger.
 
 
 @dataclass(frozen=True, slots=True)
 class BadBatch:
-    """A skipped update: the sequences of all ranks, and its results."""
+    """Skipped update: its sequences from all ranks, its loss and its gradient norm."""
 
     step: int
     policy: str
@@ -36,7 +36,7 @@ class BadBatch:
 
     @property
     def suspects(self) -> list[str]:
-        """Samples with a non-finite input; empty if the non-finite value arose in the model."""
+        """Uids of samples with a non-finite input; empty if the non-finite value arose in the model."""
         return [s.uid for s in self.sequences if not _is_finite(s)]
 
     @property
@@ -51,7 +51,7 @@ def bad_batch_file(run: RunDirectory, step: int, policy: str) -> Path:
 
 
 def save_bad_batch(run: RunDirectory, batch: BadBatch, *, keep: int) -> Path:
-    """Write the batch and return the file; only the files of the last `keep` steps are kept."""
+    """Write the batch and return the file; only the newest `keep` files are kept."""
     path = bad_batch_file(run, batch.step, batch.policy)
     write_atomically(path, encode(batch))
     files = sorted(run.bad_batches.glob("step_*.msgpack"), key=lambda file: int(file.name.split("_")[1]))

@@ -57,9 +57,9 @@ class Credited:
 
     groups: every group, trained or not, with the rewards that credit uses (outcomes, with credit.reward_scheme=outcome).
     sequences: the trained samples with a gradient.
-    counted: {uid: number of sampled tokens} of the samples in the loss's denominator: trained samples with a reward, and those of
-        groups without spread only with credit.count_zero_groups.
-    copies: {uid: weight in gradient and denominator}, for weights other than 1 (credit.balance).
+    counted: {uid: number of sampled tokens}, for the samples in the loss's denominator: trained samples with a reward. Those of
+        groups without spread count only with credit.count_zero_groups.
+    copies: {uid: weight in gradient and denominator}, for weights above 1 (credit.balance).
     advantages: {uid: advantage} of every trained sample with a reward, for the samples log.
     masked: uids of samples that are not trained only because they were cut (loss.truncated=mask).
     turns: {uid: advantage of each turn} with credit.turns=returns; `advantages` then has the value farthest from 0.
@@ -125,7 +125,7 @@ def credit(
     advantages of all its turns are above 0.
 
     A sample without a reward enters no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
-    without spread, or alone) is not packed.
+    without spread, or alone) is not packed, unless keep_zero is set or the sample has teacher log-probs.
     """
     names = list(agents)
     if config.reward_scheme == "outcome":
@@ -315,7 +315,7 @@ def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, Fl
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
-    """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
+    """Return {uid: number of copies} with which every agent has `number` samples per instance (MARS).
 
     If there are more samples, `number` of them are drawn, and the others get 0 copies. If there are fewer, each is repeated
     equally often, and samples drawn at random get one more copy. All samples of an agent and instance are drawn with equal

@@ -36,7 +36,7 @@ class Branch(NamedTuple):
 def depth_first(
     sequences: Sequence[TrainSequence], kinds: Sequence[Hashable], adapters: Sequence[int]
 ) -> list[list[Branch]]:
-    """Order the samples of each kind by adapter and tokens.
+    """Order the samples of each kind by adapter and tokens; return a list of branches per kind.
 
     kinds, adapters: kind and adapter of each sample. Samples of two kinds need different micro-batches; those of two adapters
     share nothing. Shared tokens are equal, at equal positions, and have equal recorded experts or none.
@@ -71,10 +71,12 @@ def plan_trees(
 ) -> list[list[list[Branch]]]:
     """Assign samples to micro-batches as plan_micro_batches does, but count a prefix once: plan[rank][micro_batch].
 
-    trees: result of depth_first; a micro-batch has samples of one tree. A tree of more than max_tokens is cut where the fewest
-    tokens are repeated in total. If some ranks would have no micro-batch, the costliest micro-batch is cut as evenly as possible.
-    lengths, sampled: number of tokens of each sample, and number of those that the head predicts. Both are bounded by
-    max_tokens, because equal answers share all but one of their tokens in the layers, and none in the head.
+    trees: result of depth_first, one tree per kind; a micro-batch has samples of one tree. A tree of more than max_tokens is cut
+        where the fewest tokens are repeated in total. If some ranks would have no micro-batch, the costliest one is cut as evenly
+        as possible.
+    lengths: number of tokens of each sample. sampled: number of these tokens that the head predicts.
+    max_tokens: largest number of tokens that the layers compute in a micro-batch, and of tokens that its head predicts. The
+        second limit is needed because samples share prefixes in the layers, but not in the head.
 
     Raises ValueError if a sample is longer than max_tokens.
     """
@@ -127,7 +129,7 @@ def _cut(
         totals = repeated[first:end] + shared[first:end]
         num_tokens = before[end] - before[first:end] + shared[first:end]
         totals[np.maximum(num_tokens, sampled_before[end] - sampled_before[first:end]) > max_tokens] = np.inf
-        starts[end] = end - 1 - int(totals[::-1].argmin())  # The last of equals: short parts fill micro-batches well.
+        starts[end] = end - 1 - int(totals[::-1].argmin())  # Of equals, the shortest part fills micro-batches best.
         repeated[end] = totals[starts[end] - first]
     parts: list[list[Branch]] = []
     end = len(branches)

@@ -126,7 +126,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
-    """Return this rank's part of sequences that every rank holds (supervised traces from a common seed)."""
+    """Return this rank's micro-batches of sequences that every rank holds (supervised training)."""
     return [members.packed(shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 
