@@ -34,7 +34,7 @@ from marsrl.trainer.runs.answers import key_of
 
 @dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """Inputs that every evaluation answers.
+    """Inputs that the agents answer in every evaluation.
 
     inputs: {agent: (episode id, ask) of each input}. episodes: {id: episode that an input comes from}.
     """

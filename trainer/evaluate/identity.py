@@ -11,7 +11,7 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
 def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the identity of a policy: name or path of the model, the adapter, and the server."""
+    """Return the identity of a policy: name or path of the model, dtype, adapter and server."""
     served = {"base_url", "model", "prompt"}
     if policy.openai is not None:
         served |= {"api", "extra_body"} & policy.openai.model_dump(exclude_defaults=True).keys()

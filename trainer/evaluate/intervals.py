@@ -1,7 +1,7 @@
 """95% intervals by bootstrap over problems (Efron and Tibshirani 1993, chapter 13, the percentile interval).
 
 Draws of one problem are correlated: an interval that treats them as independent is too narrow. So the bootstrap resamples whole
-problems with all their draws, and recomputes the statistic each time. The draws are seeded.
+problems with all their draws, and recomputes the statistic each time. The resamples are seeded.
 """
 
 from __future__ import annotations
