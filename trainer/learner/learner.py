@@ -245,7 +245,9 @@ class Learner:
         by_agent: bool = False,
         keep: Collection[str] = (),
     ) -> StepStats:
-        """Train one step: each update is an optimizer step on the token losses of all ranks and micro-batches / normaliser.
+        """Train one step: each update takes an optimizer step.
+
+        The loss of an update is the sum of all ranks' token losses, divided by its normaliser.
 
         lr: overrides the policy's schedule for this step.
         by_agent: also measure the norm of each agent's share of the gradient; this does not change the step.
@@ -373,8 +375,8 @@ class Learner:
 class Together:
     """Policies that share micro-batches, by name.
 
-    agents: each policy's agents, as indices into the run's agents; None: all. adapters: index of each agent's policy; (): a
-    single policy.
+    agents: each policy's agents, as indices into the run's agents; None: all.
+    adapters: for each of the run's agents, index of its policy in `learners`; (): a single policy.
     """
 
     learners: Mapping[str, Learner]

@@ -37,8 +37,8 @@ class Precision:
     def of(self, module: str) -> tuple[torch.dtype, ...]:
         """Return the dtypes of the independent roundings in a module's output.
 
-        A sum of products has the relative error of each product if errors are independent. With rounded matrices, each
-        product has the errors of the matrix and of its input, which GPU kernels round too.
+        A sum of products with independent errors has about the relative error of one product. With rounded matrices, a product
+        has two errors: that of the matrix, and that of its input, which GPU kernels round too.
         """
         dtypes = [self.cache if self.cache is not None and module.endswith(_KEYS) else self.results]
         if self.weights is not None:

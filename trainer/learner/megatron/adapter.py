@@ -164,7 +164,7 @@ class Rows:
 
     places: {place: (offset in a row, shape)}. num_whole: number of leading elements of a row that every tensor-parallel rank
     holds.
-    group: data-parallel ranks. gradients: [N, P] float32; empty if nothing is trained.
+    group: process group of the data-parallel ranks. gradients: [N, P] float32; empty if nothing is trained.
     """
 
     weights: Tensor
@@ -229,7 +229,7 @@ class Bank:
         for is_expert, of_kind in shapes.items():
             slots = list(range(len(self.adapters)))
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if is_expert:  # Rows may be large, so only adapters of experts have one.
+            if is_expert:  # Their rows may be large, so only adapters that target experts have one.
                 slots = [slot for slot in slots if "experts" in self.adapters[slot].settings.targets]
                 group = parallel_state.get_expert_data_parallel_group()
             self.buffers[is_expert] = Rows.of(of_kind, slots, group, options)
@@ -296,7 +296,10 @@ class ActiveAdapters:
         return low * self.bank.scales[self.slots].repeat_interleave(counts, output_size=low.shape[0])[:, None]
 
     def product(self, x: Tensor, name: str, letter: str, *, is_own: bool = False) -> Tensor:
-        """Multiply each row of x by its adapter's A or B; the backward adds to the bank's gradient. is_own: as for scaled."""
+        """Multiply each row of x by its adapter's A or B.
+
+        The backward pass adds to the bank's gradient. is_own: as in scaled.
+        """
         return _product(x, self.bank, name, letter, self.slots, self.own if is_own else self.counts)
 
 

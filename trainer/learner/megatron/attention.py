@@ -32,7 +32,7 @@ def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
 def save_ungathered(pairs: Sequence[tuple[Tensor, Tensor]], rows: Tensor) -> AbstractContextManager[None]:
     """In the body, save `values` for the backward pass instead of gather_rows(values, rows), which can be many times larger.
 
-    pairs: (gather_rows(values, rows), values). The backward pass gathers them again.
+    pairs: (gather_rows(values, rows), values). The backward pass gathers the rows again.
     """
     gathered = [(result.data_ptr(), result.numel(), values.detach()) for result, values in pairs]
 

@@ -55,6 +55,7 @@ class ExpertLoad(NamedTuple):
 class _Tally:
     """Settings and results of one router in the passes of an update.
 
+    has_gradients: True: tally only passes with gradients; False: only passes without.
     coefficient: weight of the loss; 0: no loss.
     num_tokens: number of the update's tokens over all ranks.
     counts: [E], choices of each expert in the update; None: the forward pass of the only micro-batch counts them.

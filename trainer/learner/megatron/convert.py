@@ -77,7 +77,7 @@ class Converter:
 
     @torch.no_grad()
     def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
-        """Fill the parameters with shard_of(unit, part, parts), in the sharded view, for each unit on this rank."""
+        """Fill each unit on this rank with shard_of(unit, part, parts), in the view that is cut (mapping.py)."""
         # The last of several stages has a copy of a tied embedding.
         has_copy = self._shape.is_tied and "output_layer.weight" in self._parameters
         for unit in self._units:
@@ -132,7 +132,7 @@ class Converter:
 
     @cached_property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """Map from tensor name to the rank's part of that tensor, for each rank."""
+        """For each rank, {tensor name: the rank's part of that tensor}."""
         boxes_of_rank: list[dict[str, Box]] = [{} for _ in self._places]
         for place, boxes in zip(self._places, boxes_of_rank, strict=True):
             for unit in self._stacks:

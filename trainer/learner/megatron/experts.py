@@ -113,10 +113,11 @@ class GroupedExperts(MegatronModule):
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's token dispatcher with kernels.moe_permute, which sums in float32 and copies each row once per move.
+    """Megatron's token dispatcher with kernels.moe_permute.
 
-    It synchronises with the GPU only to read row counts before the all-to-all. Megatron's own dispatcher does so in every layer,
-    and without TransformerEngine also to index by masks. State of a forward pass is dropped at its end.
+    The kernel sums in float32 and copies each row once per permutation. The dispatcher synchronises with the GPU only to read
+    row counts before the all-to-all. Megatron's own dispatcher does so in every layer, and without TransformerEngine also to
+    index by masks. State of a forward pass is dropped at its end.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +181,7 @@ class DeepEPExchange(_DeepepManager):
     dispatched_probs: Any
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows, sorted by this rank's experts, and the rows' weights, from received tokens [R, H]; state is dropped."""
+        """Return rows, sorted by this rank's experts, and the rows' weights, from received tokens [R, H]."""
         chosen, probs = self.dispatched_indices, self.dispatched_probs  # [R, top-k]; -1: the expert is on another rank
         shape = (len(hidden_states), self.num_local_experts + 1)
         experts = torch.where(chosen < 0, self.num_local_experts, chosen)  # the last column is left out

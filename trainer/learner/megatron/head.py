@@ -84,9 +84,9 @@ class PolicyModel(GPTModel):
     def plan(
         self, batch: PackedBatch, loss: LossInputs, mpt: MptConfig, active: Any
     ) -> tuple[Any, Callable[[Tensor], Any]]:
-        """Return megatron's plan of a forward and backward pass (combined_1f1b.py), and the function that ends the forward.
+        """Return megatron's plan of a forward and backward pass, and the function that ends the forward pass.
 
-        By this plan, parts of each layer run between those of another micro-batch.
+        By the plan (combined_1f1b.py), parts of each layer run between those of another micro-batch.
         """
         self.active, inputs, results = active, self._inputs(batch), list[HeadResult]()
 
@@ -119,7 +119,7 @@ class PolicyModel(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         if embedded is not None and self.active is not None and torch.is_grad_enabled():
             embedded.requires_grad_()  # Otherwise recomputed layers, and the parts of megatron's plan, would have no gradient.
-        # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
+        # Gather each token's angles, [T, 1, 1, D], from those of the longest sequence; each angle is stored twice.
         angles = self.rotary_pos_emb(packed_seq_params.max_seqlen, packed_seq=True)[position_ids[0]]
         if self.config.qk_layernorm:  # NormedAttention applies the rotation.
             once = angles.flatten(1).chunk(2, dim=-1)[0]
@@ -206,14 +206,14 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return (gate [S], mastered tokens [T]): sequences whose mastered tokens are masked; the tokens.
+        """Return (gate [S] bool, dropped [T] bool): sequences whose mastered tokens are masked; these tokens.
 
-        The gate is None with scope `off`, and may be None without positive samples. The tokens are None unless mpt.temperature=1:
-        the loss then finds them itself, at the sampling temperature. Takes one pass over the hidden states before the loss.
+        The gate is None with scope `off`, and may be None without positive samples. `dropped` is None unless mpt.temperature=1:
+        by default the loss finds the tokens itself, at the sampling temperature. The gate takes one pass over the hidden states.
 
         Scope `sample` reads only positive samples, if there are any. Other samples are never gated, so their entropy
         stays 0. A sample's entropy is summed over the context-parallel ranks that hold its parts. Scope `batch` reads all
-        tokens of all ranks; the learner checks that a step has one micro-batch.
+        tokens of all ranks; the learner checks that each rank has one micro-batch.
         """
         if mpt.scope == "off":
             return None, None

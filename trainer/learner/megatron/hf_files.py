@@ -59,7 +59,7 @@ class HfReader:
         )
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
-        """Read part `part` of `parts` of a Megatron tensor, in the view that is split.
+        """Read part `part` of `parts` of a Megatron tensor, in the view that is cut (mapping.py).
 
         Raises ValueError, with name, file and both shapes, if a tensor is missing, has another shape or is quantised.
         """

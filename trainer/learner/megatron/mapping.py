@@ -116,7 +116,7 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
 
 
 def adapter_units(shape: ModelShape, adapter: AdapterConfig, num_stages: int) -> list[Unit]:
-    """Return every unit of an adapter, in the order of tensor_shapes: the same list on all ranks."""
+    """Return every unit of an adapter, layer by layer: the same list on all ranks."""
     out = []
     for matrix, (rows, columns, rank) in adapted(shape, adapter).items():
         _, _, layer, suffix = matrix.split(".", 3)
@@ -206,9 +206,10 @@ def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
 
 
 def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts: int = 1) -> Iterator[tuple[str, Box]]:
-    """Yield, for each of the unit's tensors, the name of its stack and the Box of the stack that shard `part` of `parts` holds.
+    """Yield (name of a stack, Box) for each of the unit's tensors.
 
-    Tensors of which the shard holds only padding are left out.
+    The Box is the part of the tensor, within its stack, that shard `part` of `parts` holds. Tensors of which the shard holds only
+    padding are left out.
 
     num_experts: number of experts that the rank holds, from the unit's expert on.
     """

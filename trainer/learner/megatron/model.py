@@ -120,7 +120,7 @@ class Swiglu(MegatronModule):
 def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerBlockSubmodules:
     """Return megatron's local spec with our attention and experts; norms and linear layers follow config.transformer_impl.
 
-    has_mlp_bias: the layers of a dense MLP have a bias; config.add_bias_linear is for attention only.
+    has_mlp_bias: True if the linear layers of a dense MLP have a bias; config.add_bias_linear is for attention only.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"

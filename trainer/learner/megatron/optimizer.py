@@ -94,7 +94,7 @@ class Optimizer:
         return [float(self._whole.get_grad_norm())]
 
     def apply(self, norms: Sequence[float], rates: Sequence[float | None]) -> None:
-        """Clip to the config's norm and update the weights at this learning rate; call after grad_norms()."""
+        """Clip the gradients and update the weights at this learning rate; call it after grad_norms()."""
         (grad_norm,), (lr,) = norms, rates
         shrink = self._clip / (grad_norm + 1e-6)
         for part in self.parts():

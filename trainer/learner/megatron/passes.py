@@ -42,8 +42,8 @@ from marsrl.trainer.machine import training_device
 class MicroBatch:
     """One micro-batch of an update, and outputs of the step's initial weights for this rank's part of it.
 
-    loss: old_logprobs are None if the old policy is the current one, and reference_logprobs without a KL term; both are [T]
-        float32, nats, 0 outside the mask. Both are used only on the last pipeline stage.
+    loss: inputs of the loss, used only on the last pipeline stage. Its old_logprobs are None if the old policy is the current
+        one, its reference_logprobs without a KL term. Both are [T] float32, nats, 0 outside the mask.
     experts: experts to force, for this rank's layers and tokens; None: the router chooses.
     """
 
@@ -72,8 +72,8 @@ class Work:
 class Model:
     """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
-    bank: holds these adapters, in its `slots` in ascending order; None: no adapters. adapter_of: for
-        each agent, index of its adapter among the slots; (): every agent has the first one.
+    bank: Bank that holds the adapters; None: no adapters. slots: slots of the adapters in the bank, ascending.
+    adapter_of: for each agent, index of its adapter in `slots`; (): every agent has the first one.
     """
 
     module: Any
@@ -120,7 +120,10 @@ class Passes:
     reward_kl_coef: float = 0.0
 
     def can_join(self, other: Passes) -> bool:
-        """Return True if both policies are adapters of one base, and both references are adapters of that base, or the base."""
+        """Return True if both policies are adapters of one base with the same kind of reference.
+
+        The kinds are: no reference, adapters of the base, and the base alone.
+        """
         if self.trained.module is not other.trained.module:
             return False
         references = [passes.reference for passes in (self, other)]
@@ -146,9 +149,11 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, update: Update, *, is_first: bool) -> Work:
-        """Compute what the update needs from the current weights, which are the step's initial ones.
+        """Compute an update's old and reference log-probs, KL penalties and experts to force.
 
-        is_first: first update of the step, for which the old policy is the current one (pois).
+        Call it for all updates of a step before the first optimizer step, because it uses the current weights.
+
+        is_first: True for the step's first update, whose old policy is the current one (pois).
 
         Raises ValueError on all ranks if any micro-batch does not fit mpt.scope or trainer.router_replay.
         """

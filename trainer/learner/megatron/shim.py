@@ -75,7 +75,7 @@ def _before_import() -> None:
     cuda.nvtx.range_pop = lambda: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()  # RNG tracker
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
-    _device_constructors()  # `with torch.device(...)` identifies factories by object, at its first use
+    _device_constructors()  # caches torch's own factories, which `with torch.device(...)` recognises by object
     for name in _FACTORIES:
         make = _on_cpu(getattr(torch, name))
         setattr(torch, name, make)
@@ -96,7 +96,7 @@ def _after_import() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # megatron warns if weights drawn under a "GPU" state advance the CPU's generator, which here is the same one.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # The first dispatcher creates this from torch.cuda.Stream, which vLLM on a CPU replaces by a stream without events.
+    # Set before the first dispatcher creates it from torch.cuda.Stream, which vLLM on a CPU replaces by a stream without events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
     # megatron returns CPU tensors unchanged, but all_to_all needs Python numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
