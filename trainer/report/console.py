@@ -148,7 +148,7 @@ class RunConsole:
 
     @contextmanager
     def part(self, text: str) -> Iterator[None]:
-        """Print a line when a part of the start begins, and one with its seconds when it ends."""
+        """Print a line when a part of the start-up begins, and its duration when it ends."""
         self.message(f"{text} ...")
         began = time.monotonic()
         yield
@@ -212,7 +212,10 @@ class RunConsole:
         self._console.print(table)
 
     def team(self, name: str, evaluation: Evaluation, seconds: float) -> None:
-        """Print a team's accuracy, the cost of an episode by agent, and reasons for zeros. seconds: the evaluation's duration."""
+        """Print a team's accuracy, the cost of an episode by agent, and the notes.
+
+        seconds: the evaluation's duration.
+        """
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # evaluation.json has all columns.
@@ -251,7 +254,10 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    """Return the rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
+    """Return (name, estimate) rows of the first agent alone, pass@k and majority@k, and each set's system.
+
+    k is the largest number of draws.
+    """
     rows = []
     for prefix, evaluated in {
         "": evaluation,

@@ -55,8 +55,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
     """Return warnings about tools whose calls were mostly errors in a step, as with a lost server or an exhausted key.
 
-    counted: the batch's metrics. last_errors: text of each tool's last failed run. A tool without a text did not fail: its
-    calls were invalid.
+    counted: the batch's metrics. last_errors: text of each tool's last failed run. Tools without such a text get no warning:
+    they did not fail, but their calls were invalid.
     """
     warnings = []
     for name, error in last_errors.items():
@@ -146,7 +146,10 @@ class EpisodeClock:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """Row of the table: an agent, the judge or a tool. correct: accuracy, None without answers. cells: text of the columns."""
+    """Row of the cost table: the team or a part of it.
+
+    correct: accuracy; None without answers. cells: text of the columns.
+    """
 
     name: str
     correct: Estimate | None

@@ -123,7 +123,7 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
     """Start a wandb run. Call only if run.wandb names a project: wandb uses the network."""
     import wandb  # Optional; preflight refuses run.wandb without it.
 
-    # At step 0 an earlier start may have failed, so the run may or may not exist.
+    # An earlier start may have failed before step 1, so wandb may or may not have this run.
     resume = "must" if resume_step and resume_step > 0 else "allow" if run.existed else "never"
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
 
@@ -135,7 +135,7 @@ def append_warning(path: Path, step: int, text: str) -> None:
 
 
 def read_warnings(path: Path) -> list[tuple[int, str]]:
-    """Read (step, text) of every complete line; a torn last line is skipped. ValueError if a line is no warning."""
+    """Read (step, text) of every complete line; skip a torn last line. ValueError: a line is no warning."""
     try:
         rows = map(json.loads, path.read_bytes().split(b"\n")[:-1])
         return [(row["step"], row["text"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Metrics of an update under familiar names (verl's vocabulary), overall and per agent; and spikes of gradient norms."""
+"""Metrics of a training step under verl's names, overall and per agent; and spikes of gradient norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEANS = {  # Means over trained tokens: the metric, and its sum in StepStats.
 
 
 def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
-    """Return actor/*, mpt/*, router/* and train_rollout/* of one update of one policy.
+    """Return actor/*, mpt/*, router/* and train_rollout/* of one policy's step.
 
     Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
     actor/{agent}/grad_norm exists in steps that measured it (trainer.agent_grad_norm_every).

@@ -32,7 +32,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
 
 
 class Schema(BaseModel):
-    """Base class of this module's pydantic models: frozen, no unknown keys, no NaN."""
+    """Base class of the results' pydantic models: frozen, no unknown keys, no NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
 
@@ -227,7 +227,7 @@ class Evaluation(Schema):
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
-    """Return (name, before, after) for each line of the table; before or after is None if the row was not evaluated then."""
+    """Return (name, before, after) for each row of the table; None if that evaluation lacks the row."""
     rows = [{} if evaluation is None else evaluation.rows for evaluation in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
     last = ("alone", "system")
@@ -240,7 +240,7 @@ def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
 
 
 class EngineRecord(Schema):
-    """Record of the engines: their class, and the library's version. sampler: name of the sampler that chooses tokens."""
+    """Class, library, device and dtype of the engines, and the sampler that chooses tokens."""
 
     engine_class: str = Field(alias="class")
     library: str
@@ -256,7 +256,7 @@ class Summary(Schema):
 
     name: str
     task: str
-    model: str = Field(description="HF directory, or the shape of the built-in policy")
+    model: str = Field(description="HF directory of each policy, or `warm start`")
     device: str = Field(description="hardware of the trainer")
     steps: int = Field(ge=0)
     seeds: dict[str, int]
@@ -281,7 +281,12 @@ def load_summary(path: Path) -> Summary:
 
 
 def read_saved(path: Path, kind: type[Saved], what: str) -> Saved:
-    """Read a JSON file that has the schema `kind`. Raises ValueError with the file, what it should be, and the invalid key."""
+    """Read a JSON file that has the schema `kind`.
+
+    what: description of such a file, for errors.
+
+    Raises ValueError with the file, `what`, and the invalid key.
+    """
     try:
         # pydantic's parser would reject lone surrogates of undecodable file names.
         return kind.model_validate(json.loads(path.read_bytes()))

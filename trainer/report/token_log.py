@@ -32,7 +32,7 @@ class TokenRecord:
     """Completion of one sample, token by token, all [N].
 
     line: line of the sample in samples/step_N.parquet, from 1.
-    policy: policy that answered.
+    policy: policy that sampled the completion.
     update: number, from 1, of the step's update that trained the sample; 0 if none did; logprobs and entropy are then NaN.
     text: text of all tokens, the end token included. ends: int32, index in `text` where each token's text ends.
     token_ids: int32.

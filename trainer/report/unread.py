@@ -52,7 +52,7 @@ def unread(agent: str, form: str, completions: Sequence[Ended]) -> str:
             count = f" ({len(affected)} of {len(completions)})" if subject else ""
             clauses.append(f"{100 * len(affected) / len(completions):.0f} %{subject}{count} {problem}")
             subject = ""
-    # A completion that ended by itself shows most about the form.
+    # Prefer a completion that was not cut: its end shows the form that the agent writes.
     example = min([*without, *cut], key=lambda completion: (completion.is_cut, not completion.text), default=None)
     if example is not None and example.text:
         clauses.append(f'one ends "{visible(example.text.rstrip()[-_SHOWN_CHARS:]).translate(_LINE_BREAKS)}"')
