@@ -125,7 +125,7 @@ class Routes:
     """Process groups to send bytes from rank 0 to all ranks of each data-parallel replica: over `across`, then over `inside`.
 
     across: the first ranks of all replicas; None on other ranks.
-    inside: the ranks of this rank's replica, which have one data rank.
+    inside: the ranks of this rank's replica, all with the same data rank.
     """
 
     across: dist.ProcessGroup | None

@@ -18,7 +18,8 @@ runs/<name>/
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
-    summary.json              (report/summary.py); report.html, by `marsrl report`
+    summary.json              results and hardware         (report/summary.py)
+    report.html               written by `marsrl report`
 """
 
 from __future__ import annotations

@@ -111,9 +111,10 @@ def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
 
 
 def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
-    """Yield the learning rates of the next step that the new settings change, compared with the run's last start.
+    """Yield a sentence for each policy whose next learning rate the new settings change.
 
-    A decay ends at run.steps, so more steps raise the learning rate of a run that has nearly ended.
+    The rates are compared with those of the run's last start. A decay ends at run.steps, so more steps raise the learning rate
+    of a run that has nearly ended.
     """
     file = run.configs[-1]
     last = settings_in(file)
