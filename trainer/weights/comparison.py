@@ -1,7 +1,7 @@
 """Verification of a weight sync: engines hold what was sent (checksums) and compute the same log-probs as the trainer.
 
-The comparison: an engine's log-probs of fixed tokens equal the trainer's up to rounding. Messages and metrics call these
-tokens the probe. The trainer scores them twice, plainly and with every intermediate result perturbed by rounding
+The comparison checks that an engine's log-probs of fixed tokens equal the trainer's up to rounding. Messages and metrics call
+these tokens the probe. The trainer scores them twice, plainly and with every intermediate result perturbed by rounding
 (learner/other_roundings.py). The difference is the *noise*: the effect of rounding on this model at these weights.
 A correct engine's differences must be distributed like the noise:
 
@@ -32,7 +32,7 @@ from marsrl.trainer.learner.other_roundings import Precision
 _NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # number of sequences for a single policy, and for each of several adapters
 ADAPTERS_AT_ONCE = (
     _NUM_SEQUENCES // _NUM_OF_EACH
-)  # The probe of so many adapters has as many tokens as that of one model.
+)  # The probe of this many adapters has as many tokens as the probe of one model.
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median difference: 3 x the noise's median; later, 2 x the first ratio.
 _SHARE = 0.2
@@ -141,7 +141,7 @@ class EngineComparison:
     """
 
     def __init__(self, adapter: str = "") -> None:
-        """Compare an adapter (its name, for messages), or with "" the model's weights."""
+        """adapter: name of the adapter to compare, for messages; "": the model's weights."""
         self.whose = f"adapter {adapter}, " if adapter else ""
         self._most = _FIRST  # Largest allowed ratio of the median difference to the noise's median.
         self._is_first = True
