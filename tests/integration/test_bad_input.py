@@ -185,7 +185,7 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
         "config.json's vocab_size is 100"),
     "too few positions": (
         [config(max_position_embeddings=32)],
-        "policies.main.model knows 32 positions (max_position_embeddings, or a shorter sliding_window)"),
+        "policies.main.model has 32 positions (max_position_embeddings, or a shorter sliding_window)"),
 }  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def test_an_unloadable_model_is_rejected_before_the_start(how: str, tmp_path: Pa
     for spoil in spoils:
         spoil(folder)
     message = refusal("--dry-run", f"policies.main.model={folder}")
-    assert says in message and ("spoiled" in message or "policies.main.model knows" in says)
+    assert says in message and ("spoiled" in message or "policies.main.model has" in says)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
         "5 of the 6 problems of data.eval are also in data.train, first q.jsonl:1; their results",
         "data.train: 1 question(s) occur with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
         "data.eval: 1 problem(s) repeat an earlier question and answer",
-        f"{long}not be asked",
+        f"{long}be skipped",
         f"{data}: 1 of 6 problems are skipped, because their answer is a placeholder that any completion can repeat ('proof' 1)",
         f"{other}: 1 of 7 problems are skipped",
     ):

@@ -113,7 +113,7 @@ def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, train
         return min(max_input_tokens, room - max_response_tokens)
 
     why = "(max_position_embeddings, or a shorter sliding_window)"
-    positions = {f"policies.{policy}.model knows {max_positions} positions {why}": max_positions}
+    positions = {f"policies.{policy}.model has {max_positions} positions {why}": max_positions}
     bounds, agents, judge = dict(positions), dict(config.agents), config.judge
     if trains and not config.policies[policy].frozen:
         most = config.trainer.max_tokens_per_micro_batch

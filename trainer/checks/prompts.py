@@ -140,7 +140,7 @@ def check_first_prompts(
         )
     warnings = orchestration.unasked(problems, {first: chats})
     if num_long:
-        fate = "not be asked" if is_skipped else f"be cut (agents.{first}.long_prompts)"
+        fate = "be skipped" if is_skipped else f"be cut (agents.{first}.long_prompts)"
         warnings.append(f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}")
     return warnings
 

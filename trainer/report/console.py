@@ -205,7 +205,7 @@ class RunConsole:
         table = table_of(title, "", "before", "after", "change")
         rows = compared(summary.before, summary.after)
         if any(of_other_inputs(before, after) for _, before, after in rows):
-            table.caption = Text("* before and after have different inputs (n): the change is not of the same problems")
+            table.caption = Text("* before and after have different inputs (n), so the change also depends on these")
             table.caption_justify = "left"
         for name, before, after in rows:
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
