@@ -97,7 +97,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
 
 def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[MetricsRow, bytes]]:
-    """Yield every complete line in a file's content, with its parsed value.
+    """Yield (parsed row, line) for every complete line in a file's content.
 
     path, first: file and number of the first line, for errors as in `read_metrics`.
     """

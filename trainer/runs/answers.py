@@ -76,7 +76,7 @@ class Answers(dict[str, Answer]):
         end = 0
         for line in file:
             if not line.endswith(b"\n"):
-                break  # The process died while writing this line.
+                break  # The writer died in this line, or is still writing it.
             end += len(line)
             self._hold(line)
         return end
