@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would shadow packages of the same names
+sys.path.remove(str(Path(__file__).resolve().parent))  # folders of tests/ would shadow packages of the same names
 sys.path.extend(str(Path(__file__).resolve().parent / folder) for folder in ("docs", "integration"))
 
 import psutil
@@ -130,7 +130,7 @@ def second_start(run: Trial) -> str:
     finally:
         run.life = first
     if code == 0 or not re.search(r"is being written by process \d+ on ", line):
-        raise Loss(f"a second start ended with {code} and said {line!r}")
+        raise Loss(f"a second start exited with {code}; its last line is {line!r}")
     if run.step() == before:
         run.train_on(1, SURVIVE_S)
     return line
@@ -165,7 +165,7 @@ def flip_weights(run: Trial) -> str:
     before = run.row()
     while run.life.process.poll() is None:
         if run.row() >= before + 4:
-            return "the next version came before it was read"
+            return "the next version was published before the damaged file was read"
         time.sleep(0.2)
     return run.ended(END_S, rf"run failed.*{GO_ON}")
 
@@ -226,7 +226,7 @@ def of_a_worker(strike: Callable[[psutil.Process], object]) -> Callable[[Trial],
 
 
 def trained_on(run: Trial) -> str:
-    """Check two more steps in which no session fails."""
+    """Wait for two more steps, and check that no session failed in them."""
     before = run.row()
     run.train_on(2, SURVIVE_S)
     rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
@@ -252,7 +252,7 @@ def mischief(name: str) -> Callable[[Trial], str]:
         try:
             while sum(line.endswith(name) for line in run.sessions.lines()) < done:
                 if time.monotonic() > end:
-                    raise Loss(f"no session has come to its end that should {name}")
+                    raise Loss(f"two more sessions should {name}, but fewer have ended")
                 time.sleep(0.2)
         finally:
             told.unlink()
@@ -322,7 +322,7 @@ def bring_to_its_end(run: Trial) -> None:
 
 
 def shuffled(kinds: list[str], rng: random.Random) -> Iterator[str]:
-    """Return all kinds, each once before any repeats."""
+    """Yield kinds without end, in random order; all of them occur before any repeats."""
     while True:
         yield from rng.sample(kinds, len(kinds))
 
@@ -330,7 +330,7 @@ def shuffled(kinds: list[str], rng: random.Random) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--minutes", type=float, default=20.0, help="time after which no new fault begins (default: %(default)g)"
+        "--minutes", type=float, default=20.0, help="minutes after which no new fault begins (default: %(default)g)"
     )
     parser.add_argument("--faults", type=int, help="stop after this many faults")
     parser.add_argument(
@@ -340,13 +340,17 @@ def main() -> int:
     parser.add_argument(
         "--engine", choices=("vllm", "local"), default="vllm", help="rollout.engine (default: %(default)s)"
     )
-    parser.add_argument("--external", action="store_true", help="runs of an external program, up to 50 faults on each")
+    parser.add_argument(
+        "--external", action="store_true", help="an external program plays the runs; up to 50 faults on each run"
+    )
     parser.add_argument("--keep", action="store_true", help="keep runs and logs even if nothing was lost")
     words = parser.parse_args()
     of_sessions = {*OF_SESSIONS, *BESIDE_SESSIONS} if words.external else KINDS.keys() - OF_SESSIONS
     words.kinds = [kind for kind in words.kinds if kind in of_sessions]
     if not words.kinds:
-        parser.error("--kinds: the faults of sessions go with --external, and those of engines without it")
+        parser.error(
+            "--kinds: faults of workers and sessions need --external; those of engines, Ray and files exclude it"
+        )
     # A shell's background jobs ignore SIGINT, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -379,7 +383,7 @@ def main() -> int:
             bring_to_its_end(run)
         except KeyboardInterrupt:
             is_interrupted = True
-        except Exception as loss:  # unreadable files too: counted and printed; then the next run begins
+        except Exception as loss:  # any error, for example an unreadable file, counts as a loss; the next run follows
             losses.append(f"{run}: {kind}: {loss!r}")
             print(f"LOST {losses[-1]} (log {run.num_lives})", flush=True)
         finally:

@@ -39,9 +39,8 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
 if settings.get_current_profile_name() == "default":
     settings.load_profile("ci")  # hypothesis: the same examples on every machine, and no time limit for an example
-# Folders and files whose tests share ranks, engines or runs, or wait long: all tests of an entry run in one process. The tests of
-# every other file also run in one process, after these. Long entries come first, so that all processes end at about the same
-# time.
+# Folders and files whose tests share ranks, engines or runs, or mostly wait. All tests of an entry run in one process. Any other
+# file is an entry by itself and starts after these. Long entries come first, so that all processes end at about the same time.
 TOGETHER = {
     # first, because torch.compile is disabled in a process once it has trained with our replacement for parts of Megatron
     "compiled": ("tests/kernels/test_traced_ops.py",),
@@ -70,8 +69,10 @@ def together(file: str) -> str:
 
 
 class InGroups(LoadScopeScheduling):
-    """pytest-xdist's scheduler `loadscope`, with the groups of `together` as scopes. Its scheduler `loadgroup` does not work with
-    pytest 9.2: it changes a private attribute of test items, from which their ids are no longer derived.
+    """pytest-xdist's scheduler `loadscope`, with the groups of `together` as scopes.
+
+    xdist's own `loadgroup` does not work with pytest 9.2: it sets a private attribute of test items, which no longer determines
+    their ids.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -97,8 +98,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Undo what a test or a run changes in this process, for the next test and its children: variables, working directory,
-    threads, and the handler of SIGTERM.
+    """Restore what a test changes in this process.
+
+    These are environment variables, the working directory, PyTorch's number of threads and the handler of SIGTERM.
     """
     torch, before, folder = sys.modules.get("torch"), dict(os.environ), os.getcwd()
     num_threads, on_sigterm = torch.get_num_threads() if torch else 0, signal.getsignal(signal.SIGTERM)
@@ -119,7 +121,10 @@ def scripted_team(
     evaluate: EvaluateConfig,
     fail: Callable[[DecodeRequest], str | None] = lambda request: None,
 ) -> tuple[Team, ScriptedEngine, Task]:
-    """Five agents on one scripted engine; a completion depends only on its request's seed."""
+    """Return a team of five agents on one scripted engine, the engine, and the task.
+
+    A completion depends only on its request's uid.
+    """
     folder.mkdir(exist_ok=True)
     ARITHMETIC_TOKENIZER.write(folder)
     renderer = ChatRenderer(folder)

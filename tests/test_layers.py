@@ -1,4 +1,7 @@
-"""The order of imports: kernels < rollout < trainer < commands < api. Large libraries only in files named for them."""
+"""Files import only from their own floor and lower ones: kernels < rollout < trainer < commands < api.
+
+Only files that are named for vLLM or Ray import these libraries.
+"""
 
 import ast
 import functools
@@ -49,9 +52,9 @@ def test_nothing_imports_upward() -> None:
     assert not wrong
 
 
-# The rooms (folders) of each layer, with the rooms of the same layer that each imports. Files beside the rooms are not listed:
-# the data contract (types) is below all rooms, and files that assemble rooms (team, loop, run) are above them. Each room may
-# import the settings, trainer/config.
+# The rooms (folders) of each layer, and the rooms of the same layer that each of them imports. Every room may import `config`.
+# Files beside the rooms are not listed: the data contract (types) is below all rooms; files that assemble rooms (team, loop, run)
+# are above them.
 ROOMS = {
     "rollout": {
         "agents": "",
@@ -115,7 +118,7 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
 
 
 def test_a_room_has_at_most_twenty_files() -> None:
-    """A longer list cannot be taken in at a glance."""
+    """Readers cannot take in a longer list at a glance."""
     folders = {path.parent for path in FILES}
     sizes = {str(f.relative_to(ROOT)): sum(path.is_file() for path in f.iterdir()) for f in folders}
     assert {folder: size for folder, size in sizes.items() if size > 20} == {}
@@ -157,7 +160,7 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        # Reading a config, and starting the viewer, which would take four times as long with torch.
+        # Reading a config, and starting the viewer. With torch, the viewer would take four times as long to start.
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # libraries that would compile kernels
@@ -175,6 +178,6 @@ def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
-    """One pytest process imports the helpers of all folders, and of several modules with one name it finds only the first."""
+    """pytest imports helpers of all folders by bare name, and would find only the first of two namesakes."""
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

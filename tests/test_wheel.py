@@ -1,4 +1,4 @@
-"""The wheel is installed into an empty folder and started from there, as a user without a checkout has it."""
+"""The wheel, installed into an empty folder, works as it does for a user without a checkout."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def copy_of_the_checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the checkout with a wheel in dist/, built by the document's first command, but without compiling the library."""
+    """A copy of the checkout with a wheel in dist/, built by the docs' command without the C++ library."""
     folder = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
     build, _ = run_by("test_a_wheel_has_the_presets_and_trains")
     words = [sys.executable, "-m", *shlex.split(build), "--no-build-isolation", "-q"]
@@ -79,7 +79,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with marsrl from its wheel and nothing else, with this checkout's native library."""
+    """A folder with only marsrl, from the wheel, and the C++ library of this checkout."""
     place = tmp_path_factory.mktemp("place")
     _, install = run_by("test_a_wheel_has_the_presets_and_trains")
     words = [sys.executable, "-m", *shlex.split(install), "--no-deps", "--target", str(place), "-q"]
@@ -89,7 +89,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
-    """Presets, prompt sets, pages and py.typed are among them."""
+    """This includes presets, prompt sets, the viewer's pages and py.typed."""
     (path,) = (source / "dist").glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         shipped = {name for name in wheel.namelist() if name.startswith("marsrl/")}
@@ -103,7 +103,7 @@ def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
 
 @pytest.mark.parametrize("command", run_by("test_a_release_is_built_and_checked"))
 def test_a_release_is_built_and_checked(command: str, tmp_path: Path) -> None:
-    """Runs the document's block unchanged; its first line creates the environment that the others use."""
+    """Runs the code block of docs/release.md, whose first line creates the environment for the others."""
     (block,) = (block.text for block in blocks(ROOT / "docs" / "release.md") if command in block.text)
     for name in ("csrc", "constraints", "CMakeLists.txt"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2

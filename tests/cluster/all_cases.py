@@ -1,7 +1,7 @@
 """Further cluster tests: `make cluster`, as root.
 
-There are three hosts (box.py). Two train; engines run on the third, and on hosts that join by `ray start`. All share one disk.
-One run suffers one fault after another, and continues after each. At the end of the run the test checks that no problem is lost
+There are three hosts (box.py) with one shared disk. Two of them train; engines run on every host that joins by `ray start`.
+Most tests cause a fault in the same run, `faults`, which the next test resumes. Each checks at its end that no problem was lost
 or trained twice (tests/integration/books.py).
 """
 
@@ -118,5 +118,5 @@ def test_training_survives_a_killed_host_until_another_joins(box: Box, run: clus
     cluster.lend(box.hosts[1], JOIN, tmp_path)
     end = time.monotonic() + 2 * cluster.STEP_S
     while metric(run, "rollout/engines/main")[-1] != 2:
-        assert time.monotonic() < end, "host2 has joined, and no engine came to it"
+        assert time.monotonic() < end, "host2 has joined, but no engine started there"
         run.until(run.step() + 1)

@@ -61,7 +61,7 @@ class Box:
     def __init__(self, num_hosts: int, *, shared_mib: int = 1024) -> None:
         """Raises RuntimeError if this machine allows no namespaces, FileNotFoundError if the tools are missing."""
         self.hosts: list[Host] = []
-        # A host has its own /tmp, and these paths may be below it.
+        # These paths may be below /tmp, which every host replaces by its own; _HOST mounts them again.
         self._kept = kept = sorted({str(ROOT), sys.prefix, sys.base_prefix})
         names = "127.0.0.1 localhost\\n" + "".join(f"{_NET}.{n} host{n}\\n" for n in range(1, num_hosts + 1))
         keep = [f"mkdir /mnt/.kept/{i}; mount --bind {path} /mnt/.kept/{i}" for i, path in enumerate(kept)]
@@ -86,7 +86,7 @@ class Box:
         return self._room.root / SHARED.relative_to("/")
 
     def replace(self, number: int) -> Host:
-        """Replace a machine by a new one with its name and address, and none of its state."""
+        """Replace a host by a new one with the same name and address, but none of its state."""
         self.hosts[number - 1].power_off()
         self.hosts[number - 1] = Host(number, self._room, self._kept)
         return self.hosts[number - 1]
@@ -124,8 +124,9 @@ class Host:
             room.call(line)
 
     def start(self, command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command of the checkout on this host, with output appended to `log`. Signals to the returned process reach the
-        command.
+        """Start a command in the checkout on this host, and append its output to `log`.
+
+        Signals to the returned process reach the command.
         """
         with open(log, "ab") as out:
             return subprocess.Popen(

@@ -38,7 +38,7 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
-# The team is a program, played by workers that join host1.
+# A run whose sessions a program plays, in workers that join host1.
 PROGRAM = (
     "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
     "agents={solver: {}}", "run.steps=1000",
@@ -52,7 +52,7 @@ def run(problem, client):
     time.sleep(0.5)
     return float("7" in text)
 """
-# Metrics that differ between runs with equal numbers: times, weight transfers, the number of engines, rounding errors, and
+# Metrics that may differ although two runs train the same: times, weight transfers, number of engines, rounding errors, and
 # experts' loads, because rounding can decide between two nearly equal experts.
 _OWN = (
     "timing_s/",
@@ -75,7 +75,7 @@ def goes_on(name: str) -> str:
 
 
 def fill(box: Box) -> None:
-    """Write the shared disk's files. Answers are right at random, so there is something to learn."""
+    """Write the shared disk's files. The model is right at random, so there is something to learn."""
     boxing_model(box.shared / "model")
     sevens(box.shared, 60, name="problems.jsonl")
     (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
@@ -137,7 +137,7 @@ class Training:
         return step
 
     def ended(self, limit_s: float, *hosts: str) -> dict[str, int]:
-        """Return the exit codes of these hosts (default: all), once they have ended by themselves."""
+        """Wait for the launchers of these hosts (default: all), and return their exit codes by host."""
         end = time.monotonic() + limit_s
         return {host: self.processes[host].wait(max(0.0, end - time.monotonic())) for host in hosts or self.processes}
 
@@ -147,7 +147,10 @@ class Training:
 
 
 def train(box: Box, command: str, name: str, logs: Path, *words: str, ranks: int, **environment: str) -> Training:
-    """Start a command of docs/clusters.md: --node-rank N on as many hosts as it names, with `ranks` ranks on each."""
+    """Start a torchrun command of docs/clusters.md on the first hosts, as many as its --nnodes.
+
+    Each host gets `ranks` ranks, and its number in place of the word N.
+    """
     run = Training(RunDirectory(box.shared / "runs" / name), logs)
     given = shlex.split(command)
     num_hosts = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1

@@ -1,4 +1,4 @@
-"""The box, and the reference run on one host."""
+"""Fixtures: the Box, and the reference run on one host."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def box() -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def alone(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Sequence[MetricsRow]:
-    """Train three steps with one rank and its engine in one process."""
+    """Metrics of three steps that one rank trained, with its engine in the same process."""
     logs = tmp_path_factory.mktemp("alone")
     run = train(box, f"torchrun --nproc-per-node 8 {ALONE}", "alone", logs, "run.steps=3", ranks=1)
     assert run.ended(1200) == {"host1": 0}, run.output("host1")

@@ -1,4 +1,4 @@
-"""Two trainer hosts and an engine host in a box train what one host trains; then rank 0's host loses power.
+"""Two trainer hosts and an engine host train what one host trains; then rank 0's host loses power.
 
 Further cluster tests: `make cluster` (all_cases.py).
 """

@@ -1,4 +1,4 @@
-"""Dockerfile and compose.yaml agree with each other, the locked versions, the documents and .dockerignore. No image is built."""
+"""Dockerfile, compose.yaml, .dockerignore, the locks and the docs agree. No image is built."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_compose_builds_the_image_for_gpus() -> None:
 
 
 def test_every_docker_command_of_the_documents_is_checked() -> None:
-    """Other tests run what `docker run` starts: the doctor and the default run."""
+    """Other tests run the commands that these containers start: the doctor and the default run."""
     found = run_by("test_every_docker_command_of_the_documents_is_checked")
     assert found and not [
         each for each in found if not re.fullmatch(r"docker build .*|docker run .* marsrl:\w+( .*)?", each)

@@ -1,4 +1,4 @@
-"""`make install` in a folder of its own, as a user runs it: make, script, pip and venv are real, the wheels are stand-ins."""
+"""`make install`, run as a user does in a new folder. Only the wheels are stand-ins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "import types\n__version__, version = {0!r}, types.SimpleNamespace(cuda={1!r})\n"
-# A build of marsrl's editable wheel copies the stand-in that lies beside the other wheels.
+# Building marsrl's editable wheel only copies the stand-in from the folder of wheels.
 BACKEND = """
 import os, shutil
 def build_editable(folder, *words):
@@ -28,7 +28,7 @@ LOCKS = {
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """Write a wheel with these texts."""
+    """Write a wheel with `files`, given as {path: text}."""
     stem = f"{name.replace('-', '_')}-{version}"
     information = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -90,8 +90,9 @@ class Clone:
         return subprocess.run(["make", *words], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def assert_holds(self, device: str) -> None:
-        """Check that the environment has torch for this device, vllm without files of the other build, and only the packages of
-        this set.
+        """Check that the environment has torch for this device and only its set of packages.
+
+        vllm must have no files of the other build.
         """
         script = (
             "import json, os, torch, vllm; from importlib.metadata import distributions as all; "
@@ -125,7 +126,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     done = clone.make("install")
     assert done.returncode == 0 and "the cuda set" in done.stdout and "removing" not in done.stdout, done.stderr
     clone.assert_holds("cuda")
-    for goal in ("test", "train"):  # targets that need an install make the requested one
+    for goal in ("test", "train"):  # these targets install first, if another set is requested
         assert "constraints/install.sh" not in clone.make("--dry-run", goal).stdout
         assert "constraints/install.sh" in clone.make("--dry-run", goal, device="cpu").stdout
     done = clone.make("install", device="cpu")

@@ -1,4 +1,4 @@
-"""constraints/cpu.txt and cuda.txt contain everything needed, for all supported Pythons. Nothing is installed for these tests."""
+"""The locks in constraints/ are complete for all supported Pythons. These tests install nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def torch_of_cpu(folder: Path) -> None:
     """Write a CPU wheel of PyTorch that has only metadata: PyPI has no such wheel, and the resolver reads nothing else."""
     installed = distribution("torch")
     if installed.version not in {pin.partition("==")[2] for pin in locked("cpu")}:
-        pytest.skip(f"PyTorch {installed.version} is installed, and what that for CPUs needs is not known")
+        pytest.skip(
+            f"PyTorch {installed.version} is installed, so the requirements of the locked CPU build are unknown"
+        )
     stem = f"torch-{installed.version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{stem}.dist-info/METADATA", installed.read_text("METADATA") or "")
@@ -51,7 +53,7 @@ def torch_of_cpu(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("cuda", "3.12")])
 def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
-    """From the lock and the file that it is made of, a resolver adds nothing, finds no conflict, and finds every wheel."""
+    """Resolving the lock together with its .in file adds nothing, finds every wheel and meets no conflict."""
     words = ["pip", "compile", "--only-binary", ":all:", "--no-header", "--no-annotate", "--find-links", str(tmp_path)]
     words += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
     if device == "cpu":

@@ -25,7 +25,7 @@ LIMIT_S = 600.0  # limit of one job; only a hanging job takes this long
 
 
 class RankPair:
-    """Two ranks that run jobs of test files. modules: modules that the ranks import before the first job."""
+    """Two ranks that run jobs of test files. modules: names of modules to import before ranks are forked."""
 
     def __init__(self, *modules: str) -> None:
         self._forks = multiprocessing.get_context("forkserver")
@@ -48,7 +48,7 @@ class RankPair:
                 finished, late = wait(jobs, limit_s, FIRST_EXCEPTION)
                 for each in finished:
                     each.result()
-                assert not late, f"{file.name}: no answer of {len(late)} ranks within {limit_s:g} s"
+                assert not late, f"{file.name}: no answer from {len(late)} ranks within {limit_s:g} s"
                 return json.loads(jobs[0].result())
             finally:
                 for process in set(multiprocessing.active_children()) - set(others):
