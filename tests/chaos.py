@@ -246,16 +246,16 @@ def mischief(name: str) -> Callable[[Trial], str]:
 
     def struck(run: Trial) -> str:
         assert run.sessions is not None
-        told, end = run.sessions.path.with_suffix(".mischief"), time.monotonic() + SURVIVE_S
+        trigger, end = run.sessions.path.with_suffix(".mischief"), time.monotonic() + SURVIVE_S
         done = sum(line.endswith(name) for line in run.sessions.lines()) + 2
-        told.write_text(name)
+        trigger.write_text(name)
         try:
             while sum(line.endswith(name) for line in run.sessions.lines()) < done:
                 if time.monotonic() > end:
                     raise Loss(f"two more sessions should {name}, but fewer have ended")
                 time.sleep(0.2)
         finally:
-            told.unlink()
+            trigger.unlink()
         return trained_on(run)
 
     return struck
@@ -375,10 +375,10 @@ def main() -> int:
                     continue
                 counts[kind] += 1
                 began, at = time.monotonic(), run.step()
-                said = strike(run, kind)
+                report = strike(run, kind)
                 if run.life is None:
                     run.check()
-                print(f"{kind} after step {at}: {time.monotonic() - began:.0f} s: {said}", flush=True)
+                print(f"{kind} after step {at}: {time.monotonic() - began:.0f} s: {report}", flush=True)
             kind = "end"
             bring_to_its_end(run)
         except KeyboardInterrupt:

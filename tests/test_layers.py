@@ -93,19 +93,19 @@ ROOMS = {
 
 
 @pytest.mark.parametrize("layer", ROOMS)
-def test_a_room_imports_the_rooms_that_it_may(layer: str) -> None:
+def test_rooms_import_exactly_the_listed_rooms(layer: str) -> None:
     folders = {p.relative_to(ROOT / layer).parts[0] for p in FILES if p.is_relative_to(ROOT / layer)}
     rooms = {name for name in folders if (ROOT / layer / name).is_dir()}
-    found = {}
+    imports = {}
     for room in rooms:
         names = {name for path in (ROOT / layer / room).rglob("*.py") for name in imported(path)}
         of_layer = {name.split(".")[2] for name in names if name.startswith(f"marsrl.{layer}.")}
-        found[room] = (of_layer & rooms) - {room, "config"}
-    assert found == {room: set(others.split()) for room, others in ROOMS[layer].items()}
-    TopologicalSorter(found).prepare()  # a CycleError names the rooms
+        imports[room] = (of_layer & rooms) - {room, "config"}
+    assert imports == {room: set(others.split()) for room, others in ROOMS[layer].items()}
+    TopologicalSorter(imports).prepare()  # a CycleError names the rooms
 
 
-def test_no_two_files_import_each_other_even_by_a_detour() -> None:
+def test_imports_between_files_form_no_cycle() -> None:
     files = {module_of(path): path for path in FILES}
     imports = {}
     for file, path in files.items():
@@ -141,8 +141,8 @@ def test_only_the_learner_imports_megatron() -> None:
 def test_mypy_finds_every_folder_under_its_import_name() -> None:
     """Otherwise mypy silently skips every call between two of our modules."""
     for folder in (*ORDER[:-1], "benchmarks", *(path.name for path in (ROOT / "api").glob("*.py"))):
-        place = ROOT / ("api" if folder.endswith(".py") else "") / folder
-        assert (ROOT / "typed" / "marsrl" / folder).resolve() == place.resolve()
+        target = ROOT / ("api" if folder.endswith(".py") else "") / folder
+        assert (ROOT / "typed" / "marsrl" / folder).resolve() == target.resolve()
 
 
 HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
@@ -171,13 +171,13 @@ with tempfile.TemporaryDirectory() as folder:
     ],
     ids=["config", "viewer", "kernels", "api", "trainer"],
 )
-def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without: set[str]) -> None:
+def test_parts_that_start_quickly_import_no_heavy_library(statement: str, without: set[str]) -> None:
     script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "marsrl" in done.stdout and not set(done.stdout.split()) & without
 
 
-def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
+def test_helper_modules_of_tests_have_unique_names() -> None:
     """pytest imports helpers of all folders by bare name, and would find only the first of two namesakes."""
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -80,12 +80,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with only marsrl, from the wheel, and the C++ library of this checkout."""
-    place = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("place")
     _, install = run_by("test_a_wheel_has_the_presets_and_trains")
-    words = [sys.executable, "-m", *shlex.split(install), "--no-deps", "--target", str(place), "-q"]
+    words = [sys.executable, "-m", *shlex.split(install), "--no-deps", "--target", str(folder), "-q"]
     subprocess.run(words, check=True, cwd=source)
-    shutil.copytree(ROOT / "kernels" / "_lib", place / "marsrl" / "kernels" / "_lib")
-    return place
+    shutil.copytree(ROOT / "kernels" / "_lib", folder / "marsrl" / "kernels" / "_lib")
+    return folder
 
 
 def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:

@@ -26,7 +26,7 @@ def locked(device: str) -> list[str]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_lock_names_versions_and_no_place_to_get_them_from(device: str) -> None:
+def test_locks_pin_versions_and_name_no_index(device: str) -> None:
     lines = (CONSTRAINTS / f"{device}.txt").read_text().splitlines()
     assert not [line for line in lines if not LINE.fullmatch(line)]
 
@@ -52,7 +52,7 @@ def torch_of_cpu(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("cuda", "3.12")])
-def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
+def test_a_lock_resolves_to_itself(device: str, python: str, tmp_path: Path) -> None:
     """Resolving the lock together with its .in file adds nothing, finds every wheel and meets no conflict."""
     words = ["pip", "compile", "--only-binary", ":all:", "--no-header", "--no-annotate", "--find-links", str(tmp_path)]
     words += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
@@ -89,7 +89,7 @@ def test_the_locked_quack_has_the_names_that_the_head_calls(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_locked_flash_attn_takes_what_we_give_it(tmp_path: Path) -> None:
+def test_the_locked_flash_attn_takes_our_arguments(tmp_path: Path) -> None:
     """Our SIGNATURES equal the function's first arguments, up to the last one that we pass."""
     tree = ast.parse(locked_wheel("flash-attn-4", tmp_path).read("flash_attn/cute/interface.py"))
     found = next(each for each in tree.body if getattr(each, "name", None) == "flash_attn_varlen_func")
