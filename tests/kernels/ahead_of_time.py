@@ -1,6 +1,6 @@
 """Compile Triton kernels for GPUs that this machine does not have, and inspect the result.
 
-with compile_well(90, ["attention_forward"]) as reports:  # what an op launches, with its true specialisation
+with compile_well(90, ["attention_forward"]) as reports:  # kernels are specialised as in a real launch
     TritonAttention().forward(q, ...)  # q etc. on device="meta": any size, no memory, nothing runs
 """
 
@@ -24,7 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 TARGETS = (80, 90)  # A100, H100
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # shared memory of a program (CUDA C++ guide, compute capabilities)
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # most shared memory per program (CUDA C++ guide, compute capabilities)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -44,8 +44,8 @@ class Report:
     narrow_products: tuple[tuple[str, str], ...]  # pairs of variables that are multiplied in 32 bits
 
 
-# Products that may be computed in 32 bits: {kernel: names of one factor}. These products number programs, or elements of a
-# chunk's tables, which have 4 numbers for each piece of the vocabulary and each of at most 16384 rows.
+# Products that may be computed in 32 bits: {kernel: names of one factor}. They are indices of programs, or of elements in a
+# chunk's tables. A table has 4 numbers for each piece of the vocabulary and each row, of which a chunk has at most 16384.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
@@ -142,8 +142,10 @@ def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
 
 @contextmanager
 def compile_well(target: int, kernels: list[str], *, is_wide: bool = False) -> Iterator[list[Report]]:
-    """Check that exactly these kernels are launched in the block. Each must fit the GPU, use its tensor cores where expected, and
-    address more than 2^31 elements. is_wide: each must also load and store 128 bits at a time.
+    """Check that exactly these kernels are launched in the block.
+
+    Each must fit the GPU, use its tensor cores where expected, and address more than 2^31 elements. is_wide: each must also load
+    and store 128 bits at a time.
     """
     with compiled_launches(target) as reports:
         yield reports
@@ -178,7 +180,10 @@ def _output_of(tool: str, *arguments: Any) -> str:
 
 
 class _AbsentDevice:
-    """The part of a GPU's driver that a launch needs before it runs. Its device number is `target`, so caches stay separate."""
+    """The part of a GPU's driver that Triton needs to compile a launch.
+
+    The device number is `target`, so that each target has its own cache.
+    """
 
     def __init__(self, target: int) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""A small call of every op, for its forward and backward pass, which can be cut to a batch without tokens."""
+"""Small calls of every op, forward and backward. `resized` cuts them to fewer tokens, or to none."""
 
 import os
 import re

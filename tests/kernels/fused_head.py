@@ -39,7 +39,7 @@ def policy_loss(logprobs: Tensor, entropy: Tensor, **arguments: Any) -> PolicyLo
 
 
 def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
-    """Limit the buffer on the CPU to this many rows of logits, of any length."""
+    """Limit the CPU's buffers to `rows` rows of logits, whatever the vocabulary size."""
     for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
@@ -81,15 +81,16 @@ def with_exact_logits(case: Head) -> Head:
 
 
 def without_target(targets: Tensor, vocab: int) -> Tensor:
-    """Return [V] bool: columns that are no row's target, whose gradients are small compared with the others'."""
+    """Return [V] bool: True for columns that are no row's target. Their gradients are comparatively small."""
     return torch.ones(vocab, dtype=torch.bool, device=targets.device).index_fill_(0, targets, False)
 
 
 def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20, device: str = "cpu") -> Support:
     """Return a random support: a set of columns for each token, which includes the target.
 
-    The set of every fifth token is only the target, and that of a share `whole` of the tokens is all columns. The sets are stored
-    in another order than the tokens. The generator is separate, so later random numbers of a test do not change.
+    Every fifth token has only its target. A share `whole` of the tokens have all columns. Other sets have at most `most` columns.
+    The sets are stored in another order than the tokens. The generator is separate, so later random numbers of a test do not
+    change.
     """
     generator = torch.Generator().manual_seed(0)
     sets = []
@@ -107,7 +108,7 @@ def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 2
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
-    """Return the arguments of policy_case, with log-probs near the head's own, so that ratios are near 1; on the CPU."""
+    """Return policy_case's arguments, on the CPU, with log-probs near the head's: ratios are near 1."""
     objective, is_off_policy = OBJECTIVES[name]
     hidden, weight, targets = case
     arguments, _ = policy_case(hidden.shape[0], name=name)
@@ -134,7 +135,7 @@ def in_double(arguments: Arguments) -> Arguments:
 def run_loss(
     loss: Callable[..., PolicyLoss], leaves: Sequence[Tensor], arguments: Arguments, dtype: torch.dtype
 ) -> tuple[PolicyLoss, list[Tensor]]:
-    """Return (result, gradients of the leaves) of three times the loss."""
+    """Return (result of the loss, gradients of 3 * loss with respect to the leaves)."""
     leaves = [each.detach().to(dtype).requires_grad_() for each in leaves]
     result = loss(*leaves, **(in_double(arguments) if dtype == torch.float64 else arguments))
     return result, list(torch.autograd.grad(3.0 * result.loss, leaves))
@@ -158,8 +159,8 @@ def assert_policy_losses_close(
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # largest term, within a small factor
     losses = [result.loss.detach() for result in (found, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
-    # kl is computed from log-probs, and a log-prob from a sum of exponentials that is at least 1, so kl is rounded like a number
-    # of at least that size.
+    # A log-prob comes from a sum of exponentials that is at least 1. Therefore kl, computed from log-probs, is rounded like a
+    # number that is at least as large.
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)

@@ -43,7 +43,7 @@ def transposed(values: Tensor) -> Tensor:
 
 
 def strided(values: Tensor) -> Tensor:
-    """Use every other element of memory; the gaps hold values that would spoil a result, True or the largest number."""
+    """Use every other element of memory. The gaps hold True, NaN or 2^30, which would spoil a result."""
     fill = True if values.dtype == torch.bool else torch.nan if values.is_floating_point() else 2**30
     wide = values.new_full((*values.shape[:-1], 2 * values.shape[-1]), fill)
     wide[..., ::2] = values
@@ -51,7 +51,7 @@ def strided(values: Tensor) -> Tensor:
 
 
 def expanded(values: Tensor) -> Tensor:
-    """Repeat the first row; the values differ from the given ones."""
+    """Repeat the first row. Unlike the other layouts, this changes the values."""
     return values[:1].expand_as(values)
 
 
@@ -82,7 +82,11 @@ LAYOUTS = {each.__name__: each for each in (transposed, strided, expanded, offse
 
 @dataclass(frozen=True)
 class Taken:
-    """An op and its arguments. run: calls the op on named tensors. tensors: creates them. leaves: those that get a gradient."""
+    """An op and its arguments.
+
+    run: function that calls the op on tensors by name. tensors: function that creates these tensors. leaves: names of the tensors
+    that get a gradient.
+    """
 
     run: Callable[[Tensors], list[Tensor]]
     tensors: Callable[[], Tensors]
@@ -146,7 +150,7 @@ def _head(
     has_support: bool = True,
     has_main_grad: bool = False,
 ) -> Taken:
-    """Call linear_policy_loss, or linear_logprob without an objective."""
+    """Return a call of linear_policy_loss or, without an objective, of linear_logprob."""
 
     def made() -> Tensors:
         found = {
@@ -193,7 +197,7 @@ HEADS = {
         ("linear_policy_loss with main_grad", OBJECTIVES[""], {"has_main_grad": True}),
     )
 }
-# These calls read hardly any tensors that other calls do not read, so most tests of layouts leave them out.
+# The tests of layouts leave these calls out: calls in HEADS and OTHERS read almost all of their tensors too.
 MORE = {
     f"linear_policy_loss without support{which}, bfloat16": _head(BF16, objective, has_support=False)
     for which, objective in OBJECTIVES.items()
@@ -329,7 +333,7 @@ def tensors_of(op: Taken) -> Tensors:
 def _outcome(
     op: Taken, which: str = "", layout: Callable[[Tensor], Tensor] = lambda values: values
 ) -> list[Tensor] | Exception:
-    """Return the results with this layout of one tensor, or of the incoming gradients."""
+    """Return the results, or the error, if the tensor `which` or the incoming gradients have this layout."""
     tensors = tensors_of(op)
     if which in tensors:
         tensors[which] = layout(tensors[which])
@@ -340,7 +344,7 @@ def _outcome(
 
 
 def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]] = LAYOUTS) -> None:
-    """Check that each tensor of the op in each layout gives the result of a contiguous copy, or is refused by name."""
+    """Check that every tensor in every layout gives a contiguous copy's result, or an error that names it."""
     op, wrong = OPS[name], []
     plain, tensors = _outcome(op), tensors_of(op)
     assert not isinstance(plain, Exception), plain
@@ -360,7 +364,7 @@ def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]]
 def _difference(found: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:
     """Return None if the results are equal, or if the tensor is refused by name."""
     if isinstance(expected, Exception):  # the values are refused, like boundaries that are all 0
-        return None if repr(found) == repr(expected) else f"{found!r}, and contiguous {expected!r}"
+        return None if repr(found) == repr(expected) else f"{found!r}; expected {expected!r}, as for contiguous tensors"
     if isinstance(found, Exception):
         return None if isinstance(found, ValueError) and name in str(found) else repr(found)
     for one, other in zip(found, expected, strict=True):

@@ -26,7 +26,10 @@ FINITE_GRADIENT = ("-inf", "-inf at the target")
 
 
 def case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden, weight and targets; products of 1e20 overflow only in row ROW, the only one with the first hidden unit."""
+    """Return hidden, weight and targets; logits overflow only in row ROW.
+
+    Only there the first hidden unit is not 0. It is 1e20, as are the weights that it is multiplied by.
+    """
     hidden, weight = torch.randn(5, 8), torch.randn(VOCAB, 8)
     hidden[:, 0], weight[:, 0] = 0, 0
     hidden[ROW, 0] = LARGE
@@ -110,8 +113,9 @@ VALUES = (torch.nan, torch.inf, -torch.inf)
 
 
 def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ...]]:
-    """Return for each input whether it is read at each of PLACES; a non-finite value that is read makes loss and coefficient
-    non-finite.
+    """Return for each input whether it is read at each of PLACES.
+
+    A non-finite value that is read makes loss and coefficient non-finite.
     """
     corrects, has_kl = objective.correction != "none", objective.kl != "none"
     return {
@@ -174,7 +178,11 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
 
 
 def judge(chosen: list[Spot], found: PolicyLoss) -> None:
-    """Check that a spot that is read makes its agent's loss and its own coefficient non-finite, and that others add 0 to them."""
+    """Check the effect of every spot on its agent's loss and its token's coefficient.
+
+    A spot that is read makes both non-finite. With any other spot they are finite, and the coefficient is 0 unless the token is
+    trained.
+    """
     losses, coefficient = found.agent_sums["loss"], found.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all()
     for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):

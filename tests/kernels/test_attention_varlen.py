@@ -42,8 +42,9 @@ def compare(
     attention: Callable[..., Tensor] = attention_varlen,
     repeats: bool = True,
 ) -> None:
-    """Compare attention with the definition. repeats: check that results are bitwise reproducible. q, k and v are views of one
-    tensor if their lengths agree.
+    """Compare attention with the definition. q, k and v are views of one tensor if lengths_k is None.
+
+    repeats: check that results are bitwise reproducible.
     """
     keys = lengths_k or lengths
     cu_seqlens, cu_seqlens_k = (
@@ -62,7 +63,7 @@ def compare(
         lambda q, k, v: attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens_k, exact_scale, causal),
         (q, k, v),
         [torch.randn(q.shape, dtype=torch.float64, device=device)],
-        # Length of the longest sum: over a query's keys, over a key's queries of its group of heads, or over a head.
+        # Terms of the longest sum: a query's keys, a key's queries in all heads of its group, or the size of a head.
         terms=[max(*keys, *(n * num_heads // num_key_heads for n in lengths), head_size)] * 4,
         repeats=repeats,
     )
@@ -74,7 +75,7 @@ def test_causal_self_attention(lengths, dtype, implementation):
     compare(lengths, dtype=dtype, head_size=16)
 
 
-# Groups of heads; every key is visible; queries are the end of longer keys, and see the prefix.
+# Grouped heads; attention without a causal mask; queries that are the last tokens of longer keys and also see the prefix.
 @pytest.mark.parametrize(
     "lengths, lengths_k, words",
     [
@@ -115,7 +116,7 @@ def test_a_nan_stays_in_its_sequence_and_its_gradients(implementation):
 
 
 def test_no_tokens(implementation):
-    """A sequence without tokens, no sequence, and only keys."""
+    """Cases: a sequence without tokens, no sequence, and a sequence with keys but no queries."""
     for bounds, num_keys in (([0, 0], 0), ([0], 0), ([0, 0], 3)):
         leaves = [torch.randn(n, heads, 16, requires_grad=True) for n, heads in ((0, 4), (num_keys, 2), (num_keys, 2))]
         keys = torch.tensor([0, num_keys]) if num_keys else None
@@ -137,7 +138,7 @@ def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     attention = partial(attention_varlen, deterministic=repeats)
     words = {"dtype": dtype, "head_size": head_size, "device": "cuda", "attention": attention, "repeats": repeats}
-    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # sequences of one tile, less, more and none
+    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # sequences of one tile, of several, of less, and empty
     compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **words)
 
 

@@ -16,7 +16,7 @@ from marsrl.kernels.head import host_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-# An interpreted call takes a quarter of a second, and a head has 20 tensors in 4 layouts, so test one of each kind.
+# Tests of layouts use only one call of each head if interpreted: a call takes 0.25 s, and a head has 20 tensors in 4 layouts.
 NOT_LAID_OUT = (HEADS.keys() if IS_INTERPRETED else set()) - {
     "linear_logprob, float32",
     "linear_policy_loss with main_grad, bfloat16",
@@ -38,8 +38,10 @@ def test_every_tensor_is_read_as_it_lies(served):
 
 @pytest.mark.parametrize("name, tier", TIERS)
 def test_the_defaults_are_not_used(served):
-    """The default device is `meta` and the default dtype float64, so a tensor that an op creates without naming its device has no
-    memory, and one without a dtype has elements of a size that the kernels do not expect.
+    """The default device is `meta`, and the default dtype is float64.
+
+    A tensor that an op creates without a device would have no memory; without a dtype, it would have elements of a size that the
+    kernels do not expect.
     """
     expected, tensors = call(served), tensors_of(CALLS[served])
     torch.set_default_dtype(torch.float64)
@@ -93,7 +95,7 @@ def test_training_works_after_evaluation_in_inference_mode(served, monkeypatch):
     call(served)
 
 
-# PyTorch's own implementation, which it can differentiate repeatedly.
+# Implementations that consist of PyTorch's operations, so second derivatives exist.
 PYTORCHS = [("policy_loss", "reference"), ("attention_varlen", "cpu"), ("attention_varlen of keys, both ways", "cpu")]
 
 

@@ -1,5 +1,6 @@
-"""Kernels on the CPU reach elements beyond 2^31: tensors whose elements lie so far apart give the results of contiguous tensors,
-and a head has more than 2^31 logits.
+"""Kernels on the CPU address more than 2^31 elements.
+
+Tensors whose elements are that far apart give the results of contiguous tensors, and a head has more than 2^31 logits.
 """
 
 from functools import partial
@@ -23,9 +24,7 @@ def test_every_tensor_is_read_however_far_apart_its_elements_lie(name, tier, mon
 @pytest.mark.slow  # 2.2 billion logits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_beyond_2_to_the_31_logits_are_correct(dtype):
-    """All rows have statistics. Rows at both ends and around logit 2^31 also have gradients, to which no other row
-    contributes.
-    """
+    """All rows have statistics. Only rows at both ends and around logit 2^31 have gradients."""
     num_tokens, size, vocab = 14_208, 8, 151_936
     crossing = 2**31 // vocab
     rows = torch.tensor([0, 1, crossing - 1, crossing, crossing + 1, num_tokens - 2, num_tokens - 1])

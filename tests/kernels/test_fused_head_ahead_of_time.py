@@ -52,7 +52,7 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
         kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ints(ROWS))
-    # Two programs of 8 warps must fit on a multiprocessor; with fewer, reads of memory would wait for each other.
+    # Two programs of 8 warps must fit on a multiprocessor, so that one computes while the other waits for memory.
     assert max(report.registers for report in reports) <= 128, reports
     if stride % 16 == 0:
         of = {report.kernel: report for report in reports}

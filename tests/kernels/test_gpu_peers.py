@@ -29,7 +29,10 @@ VERSIONS = {each.name: each for each in (flash.FLASH_4, flash.FLASH_3, flash.FLA
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """install("flash4") adds a package of that version to the path, whose function is the reference."""
+    """install("flash4") makes a stand-in for this version importable.
+
+    Its function passes its arguments to the module's `run`, which a test may set.
+    """
 
     def clear():
         for cached in (flash._is_installed, flash._function):
@@ -64,7 +67,7 @@ def as_ours(run):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
 def test_flash_attn_is_called_as_ours(name, deterministic, install):
-    """deterministic is passed only if requested: its buffers take gigabytes."""
+    """deterministic=True is passed only if requested, because its buffers take gigabytes."""
     install(name)
     version = VERSIONS[name]
     asked = []

@@ -57,7 +57,7 @@ def test_std_none_leaves_the_whole_session_out_of_its_mean():
     assert advantage([1, 0, 0.5], [0] * 3, session_of=[0, 0, 1], std="none") == [0.5, -0.5, 0]  # equal means
 
 
-# One instance of a problem: agent 0 has the rewards 1, 0, agent 1 has 4, 2, 0. Of all five, the mean is 1.4, the variance 2.24.
+# One instance of a problem. Agent 0 has the rewards 1 and 0, agent 1 has 4, 2 and 0; all five have mean 1.4 and variance 2.24.
 @pytest.mark.parametrize(
     "normalise, means, stds",
     [
@@ -74,8 +74,7 @@ def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
 
 
 def test_a_session_counts_as_one_reward_the_mean_of_its_own():
-    # The sessions' means are 1, 0 and 1/2; samples may be in any order. Missing rewards are left out, and so is a session without
-    # rewards.
+    # Sessions 2, 0 and 1 have means 1, 0 and 1/2. Missing rewards are left out, and so is session 3, which has no others.
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
     expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
     found = advantage(rewards, [0] * 8, session_of=sessions)
@@ -127,7 +126,7 @@ def test_every_implementation_equals_the_definition(batch, normalise, std, singl
     options = {"normalise": normalise, "std": std, "singleton": singleton}
     found = advantage(*batch, **options)
     assert advantage(*batch, **options, session_of=list(range(len(found)))) == found  # bitwise
-    # A session's samples are in the same sets.
+    # The samples of each group with an odd number form one session.
     options["session_of"] = [3 * group % len(found) if group % 2 else i for i, group in enumerate(batch[1])]
     found = advantage(*batch, **options)
     with pytest.MonkeyPatch.context() as patch:

@@ -14,7 +14,7 @@ from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 
 
 def compare(counts, num_in, num_out, dtype, *, given, device="cpu", function=grouped_linear):
-    """Compare with the definition. given: the counts as passed to the function."""
+    """Compare with the definition. given: the counts as a tensor or a list, as passed to the function."""
     x = torch.randn(sum(counts), num_in, device=device).to(dtype)
     weights = torch.randn(len(counts), num_out, num_in, device=device).to(dtype)
     judge(
@@ -28,8 +28,9 @@ def compare(counts, num_in, num_out, dtype, *, given, device="cpu", function=gro
 
 
 def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=grouped_linear):
-    """Compare two backward passes into one main_grad, with weights [E, 2, num_out / 2, num_in]: dW, dX, and what Megatron's
-    hooks see.
+    """Compare dW and dX of two backward passes into one main_grad, and check what Megatron's hooks see.
+
+    The weights are [E, 2, num_out / 2, num_in].
     """
     x, upstream = (torch.randn(sum(counts), size, device=device).to(dtype) for size in (num_in, num_out))
     weights = torch.randn(len(counts), 2, num_out // 2, num_in, device=device).to(dtype).requires_grad_()

@@ -37,8 +37,10 @@ PLAIN = PolicyObjective(mpt_probability=None)
 
 @dataclass(frozen=True)
 class Tier:
-    """An implementation, by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary for every test. chunks: function
-    (rows, monkeypatch, vocabulary) that limits the head to `rows` rows of logits at a time.
+    """An implementation, by its name in MARSRL_KERNELS, and the sizes that it is tested with.
+
+    case: (tokens, hidden size, vocabulary) for most tests. shapes: the same for test_shapes. chunks: function (rows, monkeypatch,
+    vocabulary) that limits the head to `rows` rows of logits at a time.
     """
 
     implementation: str
@@ -86,8 +88,9 @@ def test_shapes(tier):
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 def test_the_chunk_size_is_not_seen_in_the_result(rows, name, tier, monkeypatch):
-    """Uses logits that are exact: a library rounds the product of one row differently from the product of many rows, and a
-    sequence's ratio would contain the rounding error.
+    """Uses logits without rounding errors, because a sequence's ratio would contain them.
+
+    Libraries round a product of one row differently from a product of many rows.
     """
     tier.chunks(rows, monkeypatch, tier.case[2])
     case = with_exact_logits(head_case(*tier.case))
@@ -202,8 +205,10 @@ def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
 
 
 def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
-    """Return logits [9, columns] and targets. The rows: ordinary; large; peaks at the first and at the last column; flat; a
-    column of probability zero; a maximum that rises in every block; one that falls; one that jumps.
+    """Return logits [9, columns] and targets.
+
+    Row by row: ordinary; large; a peak at the first column; one at the last column; flat; a column of probability zero; a maximum
+    that rises with every block, one that falls, and one that jumps.
     """
     z = torch.randn(9, columns)
     z[1] *= 100

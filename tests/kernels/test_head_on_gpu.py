@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-# Shapes of other projects' suites; odd vocabularies; one row; around a block; more rows than a grid axis has.
+# Shapes from other projects' tests; odd vocabularies; one row; around a block; more rows than a grid axis has programs.
 SHAPES = (
     *((1937, 3584, 152064), (2169, 896, 151936), (1530, 2048, 32256), (769, 2048, 151936), (80, 125, 64)),
     *((1, 64, 152063), (15, 64, 151936), (513, 256, 152063), (129, 896, 32257), (769, 64, 32768), (65537, 32, 37)),
@@ -49,7 +49,7 @@ def tier(request):
 @pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])
 @pytest.mark.parametrize("shape", [(769, 2048, 151936), (4500, 256, 32256), (129, 896, 1024), (1, 64, 128)])
 def test_by_quack(shape, name):
-    """The last of several chunks is partial; its few rows are packed."""
+    """The last of several chunks is partial. The second comparison has few active rows, which are packed."""
     with forced("quack"):
         reason = machine_lacks_quack() or (torch.cuda.get_device_capability() != (9, 0) and "it is for Hopper")
         if reason:

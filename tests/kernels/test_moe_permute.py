@@ -57,7 +57,7 @@ def check_order(device: str = "cpu") -> None:
 
 
 def check_single_rows(device: str = "cpu") -> None:
-    """Check rows that arrived in chunks from other ranks: sorted by expert and back, with the gradients of a sort."""
+    """Check that rows from other ranks are sorted by expert and back, with the gradients of a sort."""
     expert_of = torch.tensor([0, 0, 1, 2, 0, 2, 2, 1, 1, 1], device=device)
     order = RowOrder.of_experts(expert_of)
     rows, weights = torch.randn(10, 6, device=device), torch.randn(10, device=device)

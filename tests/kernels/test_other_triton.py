@@ -1,4 +1,4 @@
-"""Triton kernels with the Triton of the CUDA set: every op interpreted once, and the head's compiled for an H100.
+"""The CUDA set's Triton interprets every op once, and compiles the head's kernels for an H100.
 
 `make test-triton` runs all tests, and compiles all kernels for both GPUs. `make test-all` downloads that Triton to build/.
 """
@@ -22,7 +22,7 @@ SCRIPT = "import sys, pytest, triton; assert triton.__version__ == sys.argv[1]; 
 @pytest.mark.parametrize(
     "tests, chosen",
     [
-        ("interpreter/test_every_op.py", "despite_defaults"),  # runs every op forward and backward, but in one layout
+        ("interpreter/test_every_op.py", "despite_defaults"),  # every op, forward and backward, in one memory layout
         ("test_fused_head_ahead_of_time.py", "not 80"),
     ],
 )

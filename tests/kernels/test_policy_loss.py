@@ -15,8 +15,8 @@ E20 = math.exp(20)
 WIDE = {"correction_low": 0.0, "correction_high": 1e12}
 DUAL = PolicyObjective(dual_clip=3.0)
 K1 = PolicyObjective(kl="k1", kl_coef=0.5)
-# Cases that clip, and log-ratios beyond LOG_RATIO_BOUND; the log-prob is always -1. name -> objective, advantage, inputs, (loss,
-# slope, number of clamped tokens)
+# Ratios that are clipped, and log-ratios beyond LOG_RATIO_BOUND; the token's log-prob is always -1.
+# name -> objective, advantage, other log-probs, (loss, slope, number of clamped tokens)
 BY_HAND = {
     "ratio 1.1": (DUAL, 2.0, {"old": -1 - math.log(1.1)}, (-2.2, -2.2, 0)),
     "ratio 1.5 at 1.2": (DUAL, 2.0, {"old": -1 - math.log(1.5)}, (-2.4, 0, 0)),
@@ -88,7 +88,7 @@ def test_clips_stop_the_gradient_and_log_ratios_are_clamped(name, implementation
         return loss, slope, found.agent_sums["clamped_tokens"].item()
 
     assert run() == pytest.approx(expected, rel=1e-5)
-    assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # masked tokens are not counted as dropped
+    assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # dropped tokens are not counted as clamped
 
 
 def test_the_gate_masks_sure_tokens_but_still_counts_them():

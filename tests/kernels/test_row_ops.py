@@ -49,8 +49,10 @@ def eager_swiglu(products, weights=None):
 
 
 def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centred=False, scale=1.0, device="cpu"):
-    """Compare rms_norm with the definition. shape: shape of the rows; x takes every step-th row of a larger tensor. scale: factor
-    on x."""
+    """Compare rms_norm with the definition.
+
+    shape: shape of x without its last dimension, `width`. step: x is every step-th row of a larger tensor. scale: factor on x.
+    """
     x = (torch.randn(*shape[:-1], step * shape[-1], width, device=device) * scale).to(dtype)[..., ::step, :]
     weight = torch.rand(width, device=device).to(dtype)
     angles = torch.rand(shape[0], width // 2, device=device) * 4000  # angles of positions up to a few thousand
@@ -60,8 +62,11 @@ def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centr
 
 
 def compare_swiglu(shape, width, dtype, *, has_weights=True, scale=1.0, device="cpu"):
-    """Compare swiglu with the definition. shape: shape of the rows. scale: factor on the products; with a large one, some
-    gates are far from 0 on either side."""
+    """Compare swiglu with the definition.
+
+    shape: shape of the products without their last dimension, 2 * width. scale: factor on the products; a large one moves gates
+    far from 0 on either side.
+    """
     products = (torch.randn(*shape, 2 * width, device=device) * scale).to(dtype)
     upstream = torch.randn(*shape, width, device=device).to(dtype)
     inputs = [products, torch.rand(*shape, device=device)] if has_weights else [products]

@@ -48,7 +48,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", TRACED)
 def test_an_op_is_compiled_whole_with_eager_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own checks accept the op and its backward, and one graph serves all sizes."""
+    """torch.library.opcheck accepts the op and its backward, and one graph serves all sizes."""
     op, backend = CALLS[name], CompileCounterWithBackend("aot_eager")
     with Recorder() as recorder, monkeypatch.context() as traced:
         traced.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -117,7 +117,7 @@ def test_graph_breaks_keep_results_and_name_the_reason(reason, group):
     for each in (caller, torch.compile(caller, backend="eager")):
         main_grad = torch.zeros(40, 8)
         out = each(*leaves, main_grad)
-        of_x, of_weight = torch.autograd.grad(out.sum(), leaves, allow_unused=True)  # with main_grad
+        of_x, of_weight = torch.autograd.grad(out.sum(), leaves, allow_unused=True)  # weight is unused with main_grad
         found.append([out, of_x, main_grad if main_grad.any() else of_weight])
     assert all(map(torch.equal, *found)) and all(each.any() for each in found[0])
     torch._dynamo.reset()

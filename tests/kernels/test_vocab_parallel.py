@@ -33,8 +33,8 @@ TOKENS, CHUNK, WORLDS = 30, 8, [2, pytest.param(4, marks=pytest.mark.slow)]  # C
 if IS_INTERPRETED:
     TOKENS, CHUNK, WORLDS = 6, 3, [2]
 SIZE, VOCAB = 12, 80
-# Vocabulary 71: the last shard has padding. Vocabulary 40: half of the shards are only padding. Support: most shards have no part
-# of it.
+# {case: (objective, vocabulary size)}. With 71, the last shard has padding; with 40, half of the shards are only padding. Most
+# shards have no column of a token's support.
 CASES = {
     "single pass, 71": ("k3, entropy bonus, tis", 71),
     "recompute, 80": ("sequence ratio", 80),
@@ -58,7 +58,7 @@ def case_of(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
 def results(
     hidden: Tensor, weight: Tensor, targets: Tensor, arguments: dict[str, Any], group: Any = None
 ) -> list[Tensor]:
-    """Return results by NAMES: of linear_logprob, then of linear_policy_loss."""
+    """Return the results named in NAMES: first of linear_logprob, then of linear_policy_loss."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     words = {name: arguments[name] for name in ("temperature", "real_vocab_size", "support")}
     out = linear_logprob(hidden, weight, targets, tp_group=group, **words)

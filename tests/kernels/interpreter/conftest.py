@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _triton_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use Triton for every op. torch.empty is filled with NaN, which shows elements that a kernel does not write."""
+    """Use Triton for every op, and fill torch.empty with NaN, which shows elements that no kernel writes."""
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
     torch.set_deterministic_debug_mode("error")  # like use_deterministic_algorithms, which would also import inductor
     yield

@@ -1,4 +1,4 @@
-"""The part of QuACK 0.6.5 that the head calls, written in PyTorch for the CPU. The head's own epilogues run on tensors.
+"""The part of QuACK 0.6.5 that the head calls, in PyTorch, for CPUs. It runs the head's own epilogues.
 
 tests/install/test_locks.py compares the names with QuACK's wheel.
 """
@@ -46,7 +46,7 @@ class Epilogue:
 
     @staticmethod
     def operands(fn: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the epilogue's operands as QuACK passes them: a column vector becomes [1, rows]."""
+        """Return the epilogue's operands: column vectors [rows, 1], which callers of gemm pass as [1, rows]."""
         names = [name for name in inspect.signature(fn).parameters if name != "acc"]
         return {name: given[name][0][:, None] for name in names}
 

@@ -1,5 +1,6 @@
-"""The fused heads and the policy objective in interpreted Triton, at sizes that NumPy can handle; every loop runs more than
-once.
+"""The fused heads and the policy objective in interpreted Triton, at small sizes.
+
+Blocks are smaller still, so that every loop runs more than once.
 """
 
 import pytest

@@ -56,7 +56,10 @@ def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
 
 
 def in_chunks(monkeypatch, rows, ahead, num_tokens=700, vocab=128):
-    """Return dX and dW of num_tokens tokens, in chunks of `rows` rows; masked rows are left out late, as on a device."""
+    """Return dX and dW of num_tokens tokens, in chunks of `rows` rows.
+
+    ahead: number of the next chunk's rows that are computed while the host waits. Every 50th token is masked.
+    """
     monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", rows * 2 * vocab)
     monkeypatch.setattr(chunked_head, "whole_waves", lambda at_most, *_: at_most)
     gradients = importlib.import_module(OF_GRADIENTS)
@@ -91,8 +94,10 @@ def test_the_next_product_is_queued_before_the_host_waits(monkeypatch):
 @pytest.mark.parametrize("far", [60, 150])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_rows_that_are_hard_for_a_softmax(is_packed, far):
-    """Rows are ordinary, large, sure of the target, or with a target far below their maximum; from e^69 on our own kernels
-    serve."""
+    """Rows are ordinary, large, sure of their target, or have a target with a log-prob of about -far.
+
+    If a log-prob is below -69, our own kernels serve.
+    """
     z = torch.randn(6, 256)
     z[1] *= 10
     z[2, 7] += 40
