@@ -119,13 +119,15 @@ def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
 
     @cache
     def is_constant(name: str) -> bool:
-        operation, of, _ = values.get(name, ("", [], ""))
+        operation, operands, _ = values.get(name, ("", [], ""))
         if operation in ("arith.remsi", "arith.remui"):
-            return is_constant(of[1])
+            return is_constant(operands[1])
         computes = operation.startswith(
             ("arith.", "tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans")
         )
-        return operation in ("arith.constant", "tt.make_range") or (computes and bool(of) and all(map(is_constant, of)))
+        return operation in ("arith.constant", "tt.make_range") or (
+            computes and bool(operands) and all(map(is_constant, operands))
+        )
 
     def source(name: str) -> str:
         while name in values and values[name][0] in ("tt.splat", "tt.expand_dims", "tt.broadcast"):
@@ -133,8 +135,8 @@ def narrow_products(intermediate: str) -> tuple[tuple[str, str], ...]:
         return re.sub(r"_\d+$", "", name)
 
     products = [
-        (of[0], of[1])
-        for operation, of, rest in values.values()
+        (operands[0], operands[1])
+        for operation, operands, rest in values.values()
         if operation == "arith.muli" and re.search(r" : (tensor<[\dx]+x)?i32\b", rest)
     ]
     return tuple((source(a), source(b)) for a, b in products if not is_constant(a) and not is_constant(b))

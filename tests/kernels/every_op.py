@@ -35,9 +35,11 @@ def that_run_here(name: str) -> list[str]:
     """Return the implementations that run here: only Triton's if Triton is interpreted, otherwise all others."""
     if _op(name) in WITHOUT_TIERS:
         return [] if IS_INTERPRETED else ["reference"]
-    found = _EXPLAINED[_op(name)]
-    preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
-    tiers = [tier for tier in (found.chosen, *preferred) if tier is not None and (tier == "triton") == IS_INTERPRETED]
+    explained = _EXPLAINED[_op(name)]
+    preferred = [tier for tier, reason in explained.reasons.items() if reason.endswith(" is preferred")]
+    tiers = [
+        tier for tier in (explained.chosen, *preferred) if tier is not None and (tier == "triton") == IS_INTERPRETED
+    ]
     # The reference leaves the weight's gradient to autograd.
     return [tier for tier in tiers if not ("main_grad" in name and tier == "reference")]
 
@@ -49,23 +51,23 @@ WITH_GRADIENTS = [(name, tier) for name, tier in TIERS if CALLS[name].leaves and
 
 def resized(tensors: Tensors, num_tokens: int) -> Tensors:
     """Return the call's tensors cut to their first num_tokens tokens. The last sequence and the last expert get the remainder."""
-    found = dict(tensors)
+    cut = dict(tensors)
     for which, values in tensors.items():
         if which.startswith("cu_seqlens"):
-            found[which] = values.clamp(max=num_tokens)
-            found[which][-1] = num_tokens
+            cut[which] = values.clamp(max=num_tokens)
+            cut[which][-1] = num_tokens
         elif which == "tokens_per_expert":
             first = min(int(values[0]), num_tokens)
-            found[which] = torch.tensor([first, num_tokens - first])
+            cut[which] = torch.tensor([first, num_tokens - first])
         elif values.shape[:1] == (TOKENS,):
-            found[which] = values[torch.arange(num_tokens) % TOKENS]
-    return found
+            cut[which] = values[torch.arange(num_tokens) % TOKENS]
+    return cut
 
 
 def call(name: str) -> list[Tensor]:
     return results(CALLS[name], tensors_of(CALLS[name]))
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

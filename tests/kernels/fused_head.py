@@ -147,24 +147,24 @@ def run_policy_loss(case: Head, arguments: Arguments, dtype: torch.dtype) -> tup
 
 
 def assert_policy_losses_close(
-    found: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss, moved: PolicyLoss | None = None, terms: int = 1
+    ours: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss, moved: PolicyLoss | None = None, terms: int = 1
 ) -> None:
     """Check a policy loss. moved, terms: as in assert_accurate, for log-probs computed from products."""
     off = moved or exact
     for field in ("logprobs", "entropy", "coefficient"):
-        values = [getattr(result, field).detach() for result in (found, exact, plain, off)]
+        values = [getattr(result, field).detach() for result in (ours, exact, plain, off)]
         assert_accurate(field, *values[:3], moved=values[3], terms=terms)
     if exact.coefficient.numel() == 0:
         return
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # largest term, within a small factor
-    losses = [result.loss.detach() for result in (found, exact, plain, off)]
+    losses = [result.loss.detach() for result in (ours, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
     # A log-prob comes from a sum of exponentials that is at least 1. Therefore kl, computed from log-probs, is rounded like a
     # number that is at least as large.
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)
-        sums = [result.agent_sums[metric] for result in (found, exact, plain, off)]
+        sums = [result.agent_sums[metric] for result in (ours, exact, plain, off)]
         assert_accurate(metric, *sums[:3], scale, sums[3], terms)
 
 
@@ -182,15 +182,17 @@ def compare_policy_loss(
         near = off_by_an_ulp(hidden), off_by_an_ulp(weight), targets
         moved, moved_grads = run_policy_loss(near, arguments, torch.float64)
     poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
-    found, grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
+    result, grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
     vocab, size = weight.shape
-    assert_policy_losses_close(found, exact, plain, moved, terms=size)
+    assert_policy_losses_close(result, exact, plain, moved, terms=size)
     fields, terms = ("hidden.grad", "weight.grad"), (max(size, vocab), max(size, int(mask.sum())))
     apart = None, without_target(targets[mask], vocab)
-    for field, longest, own, *values, off in zip(fields, terms, apart, grads, exact_grads, plain_grads, moved_grads):
-        assert_accurate(field, *values, moved=off, terms=longest, apart=own)
-    assert not grads[0][~mask].any() and (found.logprobs <= 0).all()
-    return found
+    for field, longest, rows_apart, *values, off in zip(
+        fields, terms, apart, grads, exact_grads, plain_grads, moved_grads
+    ):
+        assert_accurate(field, *values, moved=off, terms=longest, apart=rows_apart)
+    assert not grads[0][~mask].any() and (result.logprobs <= 0).all()
+    return result
 
 
 def plain_logprob(
@@ -221,7 +223,7 @@ def compare_logprob(
         out = linear_logprob(h, w, targets, temperature=temperature, real_vocab_size=real, support=support)
         return out.logprobs, out.entropy
 
-    found = judge(
+    results = judge(
         ("logprobs", "entropy", "hidden.grad", "weight.grad"),
         ours,
         lambda h, w: linear_logprob_reference(h, w, targets, temperature, columns, support),
@@ -232,8 +234,8 @@ def compare_logprob(
         apart=(None, None, None, without_target(targets, weight.shape[0])),
         repeats=False,
     )
-    assert (found[0] <= 0).all()
-    return found
+    assert (results[0] <= 0).all()
+    return results
 
 
 def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str = "cpu") -> None:
@@ -248,12 +250,12 @@ def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str
     arguments, logprobs, entropy = to_device(arguments, device), logprobs.to(device), entropy.to(device)
 
     leaves = logprobs, entropy
-    found, found_grads = run_loss(policy_loss, leaves, poison_masked(arguments), torch.float32)
+    result, found_grads = run_loss(policy_loss, leaves, poison_masked(arguments), torch.float32)
     with forced("reference"):
         exact, exact_grads = run_loss(policy_loss, leaves, arguments, torch.float64)
         plain, plain_grads = run_loss(policy_loss, leaves, arguments, torch.float32)
-    assert_policy_losses_close(found, exact, plain)
+    assert_policy_losses_close(result, exact, plain)
     for field, *grads in zip(("logprobs.grad", "entropy.grad"), found_grads, exact_grads, plain_grads):
         assert_accurate(field, *grads)
-    assert not (found_grads[0] * ~arguments["mask"]).any() and not found.coefficient[~arguments["mask"]].any()
-    torch.testing.assert_close(found.agent_sums["loss"].sum(), found.loss.detach(), atol=1e-6, rtol=1e-6)
+    assert not (found_grads[0] * ~arguments["mask"]).any() and not result.coefficient[~arguments["mask"]].any()
+    torch.testing.assert_close(result.agent_sums["loss"].sum(), result.loss.detach(), atol=1e-6, rtol=1e-6)

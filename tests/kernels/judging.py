@@ -45,14 +45,14 @@ def judge(
     at the leaves' dtypes. repeats: also check that a second run gives the same bits.
     """
     num = len(names)
-    found, upstream = run(ours, leaves, upstream)
+    results, upstream = run(ours, leaves, upstream)
     exact, _ = run(definition, [each.double() for each in leaves], upstream)
     beside, _ = run(plain or definition, leaves, upstream)
     moved = run(definition, [off_by_an_ulp(each) for each in leaves], upstream)[0] if terms else exact
     options = zip(scales or [0.0] * num, moved, terms or [1] * num, apart or [None] * num, strict=True)
-    for name, one, truth, other, each in zip(names, found, exact, beside, options, strict=True):
+    for name, one, truth, other, each in zip(names, results, exact, beside, options, strict=True):
         assert_accurate(name, one, truth, other, *each)
     if repeats:
-        for name, one, other in zip(names, found, run(ours, leaves, upstream)[0], strict=True):
+        for name, one, other in zip(names, results, run(ours, leaves, upstream)[0], strict=True):
             assert torch.equal(one, other), f"{name} differs between two runs"
-    return found
+    return results

@@ -153,19 +153,19 @@ def _head(
     """Return a call of linear_policy_loss or, without an objective, of linear_logprob."""
 
     def made() -> Tensors:
-        found = {
+        tensors = {
             "hidden": torch.randn(TOKENS, SIZE, dtype=dtype),
             "weight": torch.randn(VOCAB, SIZE, dtype=dtype),
             "targets": _ints(*range(TOKENS)),
             "temperature": torch.rand(TOKENS) + 0.5,
         }
         if has_support:
-            found["support.ids"] = _ints(0, 1, 2, 5, dtype=torch.int32)
-            found["support.starts"] = _ints(*[0] * TOKENS)
-            found["support.counts"] = _ints(2, *[0] * (TOKENS - 1))
+            tensors["support.ids"] = _ints(0, 1, 2, 5, dtype=torch.int32)
+            tensors["support.starts"] = _ints(*[0] * TOKENS)
+            tensors["support.counts"] = _ints(2, *[0] * (TOKENS - 1))
         if has_main_grad:
-            found["main_grad"] = torch.ones(VOCAB, SIZE)
-        return found | _loss_tensors() if objective else found
+            tensors["main_grad"] = torch.ones(VOCAB, SIZE)
+        return tensors | _loss_tensors() if objective else tensors
 
     run = _of(linear_policy_loss, objective=objective, num_agents=2) if objective else _of(linear_logprob)
     return Taken(run, made, ("hidden", "weight"))
@@ -361,13 +361,15 @@ def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]]
     assert not wrong, "\n".join(wrong)
 
 
-def _difference(found: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:
+def _difference(actual: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:
     """Return None if the results are equal, or if the tensor is refused by name."""
     if isinstance(expected, Exception):  # the values are refused, like boundaries that are all 0
-        return None if repr(found) == repr(expected) else f"{found!r}; expected {expected!r}, as for contiguous tensors"
-    if isinstance(found, Exception):
-        return None if isinstance(found, ValueError) and name in str(found) else repr(found)
-    for one, other in zip(found, expected, strict=True):
+        return (
+            None if repr(actual) == repr(expected) else f"{actual!r}; expected {expected!r}, as for contiguous tensors"
+        )
+    if isinstance(actual, Exception):
+        return None if isinstance(actual, ValueError) and name in str(actual) else repr(actual)
+    for one, other in zip(actual, expected, strict=True):
         rtol = 2e-2 if one.dtype == BF16 else 1e-5
         try:
             torch.testing.assert_close(one, other, rtol=rtol, atol=rtol * max(1.0, _size(other)), equal_nan=True)

@@ -145,13 +145,13 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
     """
     total = 3 + len(chosen)
 
-    def of(place: str) -> Tensor:
-        return torch.tensor([False] * 3 + [spot.place == place for spot in chosen])
+    def tokens_that_are(where: str) -> Tensor:
+        return torch.tensor([False] * 3 + [spot.place == where for spot in chosen])
 
-    logprobs = torch.full((total,), -1.5).masked_fill(of("gated"), -1e-4)
+    logprobs = torch.full((total,), -1.5).masked_fill(tokens_that_are("gated"), -1e-4)
     old = logprobs + 0.1
     rollout = (old if has_old else logprobs) + 0.1
-    rollout[of("removed")] -= 4.0  # d = e^4
+    rollout[tokens_that_are("removed")] -= 4.0  # d = e^4
     numbers: dict[str, Any] = {
         "logprobs": logprobs.clone(),
         "entropy": torch.ones(total),
@@ -171,25 +171,25 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
         "agent_of": torch.arange(1 + len(chosen)),
         "num_agents": 1 + len(chosen),
         "normaliser": 8.0,
-        "mask": ~of("mask off"),
-        "dropped": of("dropped"),
-        "gate": of("gated")[2:],
+        "mask": ~tokens_that_are("mask off"),
+        "dropped": tokens_that_are("dropped"),
+        "gate": tokens_that_are("gated")[2:],
     }
 
 
-def judge(chosen: list[Spot], found: PolicyLoss) -> None:
+def judge(chosen: list[Spot], result: PolicyLoss) -> None:
     """Check the effect of every spot on its agent's loss and its token's coefficient.
 
     A spot that is read makes both non-finite. With any other spot they are finite, and the coefficient is 0 unless the token is
     trained.
     """
-    losses, coefficient = found.agent_sums["loss"], found.coefficient
+    losses, coefficient = result.agent_sums["loss"], result.coefficient
     assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all()
     for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):
         message = f"{spot}: loss {loss}, coefficient {slope}"
         assert bool(loss.isfinite()) == bool(slope.isfinite()) != spot.is_read, message
         assert spot.is_read or spot.place == "trained" or slope == 0, message
-    assert bool(found.loss.isfinite()) != any(spot.is_read for spot in chosen)
+    assert bool(result.loss.isfinite()) != any(spot.is_read for spot in chosen)
 
 
 def check_given_logprobs(setting: str, implementation: str, device: str = "cpu") -> None:
@@ -206,10 +206,10 @@ def check_given_logprobs(setting: str, implementation: str, device: str = "cpu")
         inputs = to_device(inputs_of(objective, has_old, chosen), device)
         logprobs, entropy = (inputs.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
         with forced(implementation):
-            found = policy_loss(logprobs, entropy, **inputs)
-        found.loss.backward()
-        judge(chosen, found)
-        torch.testing.assert_close(logprobs.grad, found.coefficient, equal_nan=True)
+            result = policy_loss(logprobs, entropy, **inputs)
+        result.loss.backward()
+        judge(chosen, result)
+        torch.testing.assert_close(logprobs.grad, result.coefficient, equal_nan=True)
         if chosen is not everywhere:
             masked = torch.tensor([False] * 3 + [spot.place != "trained" for spot in chosen])
             assert not logprobs.grad[masked].any() and not entropy.grad[masked].any()

@@ -19,18 +19,18 @@ def compare(lengths, capacity, heads, head_size, dtype=torch.float32, scale=None
     shape = (len(lengths), num_key_heads, capacity, head_size)
     k, v = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for _ in range(2))
     given = torch.tensor(lengths, device=device)
-    found = attention_decode(q, k, v, given, scale=scale)
+    output = attention_decode(q, k, v, given, scale=scale)
     exact_scale = head_size**-0.5 if scale is None else scale
     exact, plain = (
         attention_decode_reference(q.to(d), k.to(d), v.to(d), given, exact_scale) for d in (torch.float64, dtype)
     )
-    assert_accurate("output", found, exact, plain)
-    assert torch.equal(found, attention_decode(q, k, v, given, scale=scale)), "output differs between two runs"
+    assert_accurate("output", output, exact, plain)
+    assert torch.equal(output, attention_decode(q, k, v, given, scale=scale)), "output differs between two runs"
     longest = max(lengths)
     alone = attention_decode(q[:1], k[:1, :longest].contiguous(), v[:1, :longest].contiguous(), given[:1], scale=scale)
     assert_accurate("decoded alone", alone, exact[:1], plain[:1])
     if device == "cuda":
-        assert torch.equal(alone, found[:1]), "the other rows or the capacity change a row"
+        assert torch.equal(alone, output[:1]), "the other rows or the capacity change a row"
 
 
 @pytest.fixture(params=["cpu", "torch", "reference"])
@@ -47,7 +47,7 @@ def test_each_row_sees_its_own_keys(heads, dtype, implementation):
     compare([64, 65, 150, 3], 160, heads, SIZES[1], dtype)  # lengths around a block, or a split, of 64 keys
 
 
-def test_what_stands_behind_a_length_does_not_count(implementation):
+def test_keys_beyond_a_sequences_length_are_ignored(implementation):
     q, cache = torch.randn(3, 4, 16), torch.randn(3, 200, 2, 16)
     lengths, changed = torch.tensor([200, 70, 1]), cache.clone()
     # The implementations torch and reference multiply padding by 0, so their padding must be finite.

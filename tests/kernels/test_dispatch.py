@@ -18,7 +18,7 @@ from marsrl.kernels.dispatch import Implementation, Op
         ("triton", torch.float32, True, RuntimeError, "hidden is on cpu, Triton kernels read CUDA memory"),
     ],
 )
-def test_what_cannot_serve_is_refused_with_the_reason(forced, dtype, has_device, error, says, monkeypatch):
+def test_a_forced_implementation_names_why_it_cannot_serve(forced, dtype, has_device, error, says, monkeypatch):
     arguments = torch.randn(4, 8, dtype=dtype), torch.randn(16, 8, dtype=dtype), torch.zeros(4, dtype=torch.int64)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
     monkeypatch.setenv("MARSRL_KERNELS", forced)
@@ -55,7 +55,7 @@ def test_without_a_gpu_the_library_serves_and_triton_says_why(monkeypatch):
     assert "PyTorch sees no CUDA device" in found["linear_policy_loss"].reasons["triton"]
 
 
-def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):
+def test_a_missing_broken_or_old_library_is_reported(tmp_path):
     assert "is missing: build it with" in library.open_library(tmp_path / "none.so", {})
     (tmp_path / "broken.so").write_text("not a library")
     assert "cannot be loaded" in library.open_library(tmp_path / "broken.so", {})

@@ -32,12 +32,12 @@ def served(name, tier, monkeypatch):
 
 
 @pytest.mark.parametrize("name, tier", [each for each in TIERS if each[0] in OPS and each[0] not in NOT_LAID_OUT])
-def test_every_tensor_is_read_as_it_lies(served):
+def test_every_tensor_is_read_in_any_memory_layout(served):
     check_every_layout(served)
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_the_defaults_are_not_used(served):
+def test_ops_ignore_the_default_device_and_dtype(served):
     """The default device is `meta`, and the default dtype is float64.
 
     A tensor that an op creates without a device would have no memory; without a dtype, it would have elements of a size that the
@@ -111,7 +111,7 @@ def test_a_second_derivative_is_refused_and_not_zero(served):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implementation, monkeypatch):
+def test_a_nonfinite_row_matches_pytorch_and_spoils_no_other(kind, implementation, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     check_logprobs(kind)
     check_loss(kind)

@@ -15,7 +15,7 @@ from marsrl.kernels.testing import assert_accurate
 
 
 @pytest.mark.parametrize("name, tier", [each for each in TIERS if each[0] in OPS])
-def test_every_tensor_is_read_however_far_apart_its_elements_lie(name, tier, monkeypatch):
+def test_tensors_spread_over_2_to_the_31_elements_are_read(name, tier, monkeypatch):
     force(monkeypatch, name, tier)
     dims = (0, 2) if name.startswith("grouped_linear") else range(4)  # BLAS cannot address columns of x that far apart
     check_every_layout(name, {f"far apart, {dim}": partial(far_apart, dim=dim) for dim in dims})
@@ -36,20 +36,20 @@ def test_rows_beyond_2_to_the_31_logits_are_correct(dtype):
     inputs = LossInputs(PolicyObjective(mpt_probability=None), bounds, 7.0, token_advantages=advantages)
     hidden.requires_grad_()
     weight.requires_grad_()
-    found = linear_policy_loss(hidden, weight, targets, inputs)
-    found.loss.backward()
+    result = linear_policy_loss(hidden, weight, targets, inputs)
+    result.loss.backward()
     assert hidden.grad is not None and weight.grad is not None
-    assert torch.equal(hidden.grad.any(1).nonzero()[:, 0], rows) and found.entropy.isfinite().all()
+    assert torch.equal(hidden.grad.any(1).nonzero()[:, 0], rows) and result.entropy.isfinite().all()
 
     def plain(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        own, head = (each.detach().to(dtype).requires_grad_() for each in (hidden[rows], weight))
-        logp = torch.log_softmax(own @ head.t(), dim=-1)
+        selected, head = (each.detach().to(dtype).requires_grad_() for each in (hidden[rows], weight))
+        logp = torch.log_softmax(selected @ head.t(), dim=-1)
         taken, entropy = logp.gather(1, targets[rows, None])[:, 0], -(logp.exp() * logp).sum(-1)
         (2 * taken / 7).sum().backward()
-        assert own.grad is not None and head.grad is not None
-        return taken.detach(), entropy.detach(), own.grad, head.grad
+        assert selected.grad is not None and head.grad is not None
+        return taken.detach(), entropy.detach(), selected.grad, head.grad
 
-    results = found.logprobs[rows], found.entropy[rows], hidden.grad[rows], weight.grad
+    results = result.logprobs[rows], result.entropy[rows], hidden.grad[rows], weight.grad
     names = ("logprobs", "entropy", "hidden.grad", "weight.grad")
     for name, *values in zip(names, results, plain(torch.float64), plain(dtype), strict=True):
         assert_accurate(name, *values)

@@ -55,9 +55,9 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
     # Two programs of 8 warps must fit on a multiprocessor, so that one computes while the other waits for memory.
     assert max(report.registers for report in reports) <= 128, reports
     if stride % 16 == 0:
-        of = {report.kernel: report for report in reports}
-        assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
-        assert of["row_gradients"].num_wide_stores, of
+        by_kernel = {report.kernel: report for report in reports}
+        assert by_kernel["row_partials"].num_wide_loads and by_kernel["row_gradients"].num_wide_loads, by_kernel
+        assert by_kernel["row_gradients"].num_wide_stores, by_kernel
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -66,7 +66,7 @@ def as_ours(run):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", sorted(SIGNATURES))
-def test_flash_attn_is_called_as_ours(name, deterministic, install):
+def test_calls_of_flash_attn_match_our_attention(name, deterministic, install):
     """deterministic=True is passed only if requested, because its buffers take gigabytes."""
     install(name)
     version = VERSIONS[name]
@@ -90,7 +90,7 @@ def test_flash_attn_is_called_as_ours(name, deterministic, install):
     assert set(asked) == {deterministic}
 
 
-def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
+def test_calls_of_torch_varlen_attn_match_our_attention(monkeypatch):
     from torch.nn.attention import varlen
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -138,5 +138,5 @@ def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted
     }  # fmt: skip
 
 
-def test_grouped_mm_is_called_as_ours():
+def test_calls_of_grouped_mm_match_our_grouped_linear():
     compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=by_grouped_mm)

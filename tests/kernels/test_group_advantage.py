@@ -41,7 +41,7 @@ def test_a_group_of_one_has_no_baseline_unless_raw_is_asked_for():
     assert advantage([0.7, 1, 0], [0, 1, 1], singleton="raw") == pytest.approx([0.7, 1, -1])
 
 
-def test_std_none_leaves_the_reward_out_of_its_mean():
+def test_std_none_leaves_the_sample_out_of_its_baseline():
     assert advantage([1, 0, 0, 0, NAN], [2] * 5, std="none") == pytest.approx([1, *[-1 / 3] * 3, 0])
     assert advantage([0.1] * 8, [0] * 8, std="none") == [0.0] * 8
     assert advantage([0.7, 1, 0], [0, 1, 1], std="none") == [0, 1, -1]
@@ -50,7 +50,7 @@ def test_std_none_leaves_the_reward_out_of_its_mean():
     assert found == [1, -1, -4, 4]
 
 
-def test_std_none_leaves_the_whole_session_out_of_its_mean():
+def test_std_none_leaves_the_session_out_of_its_baseline():
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]  # means 1, 0 and 1/2
     found = advantage(rewards, [0] * 8, session_of=sessions, std="none")
     assert found == pytest.approx([0.75, -0.75, 0, 0.75, 0.75, 0.5, -0.5, 0])
@@ -73,7 +73,7 @@ def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
     assert advantage(rewards, [0, 1, 2, 3, 4], agents, [3] * 5, normalise=normalise) == pytest.approx(expected)
 
 
-def test_a_session_counts_as_one_reward_the_mean_of_its_own():
+def test_a_session_counts_as_one_reward_its_mean():
     # Sessions 2, 0 and 1 have means 1, 0 and 1/2. Missing rewards are left out, and so is session 3, which has no others.
     rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
     expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
@@ -124,13 +124,13 @@ def test_sample_order_and_reward_shift_change_nothing(batch, normalise, std, ran
 )
 def test_every_implementation_equals_the_definition(batch, normalise, std, singleton):
     options = {"normalise": normalise, "std": std, "singleton": singleton}
-    found = advantage(*batch, **options)
-    assert advantage(*batch, **options, session_of=list(range(len(found)))) == found  # bitwise
+    advantages = advantage(*batch, **options)
+    assert advantage(*batch, **options, session_of=list(range(len(advantages)))) == advantages  # bitwise
     # The samples of each group with an odd number form one session.
-    options["session_of"] = [3 * group % len(found) if group % 2 else i for i, group in enumerate(batch[1])]
-    found = advantage(*batch, **options)
+    options["session_of"] = [3 * group % len(advantages) if group % 2 else i for i, group in enumerate(batch[1])]
+    advantages = advantage(*batch, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_KERNELS", "reference")
         expected = advantage(*batch, **options)
     # The C++ adds in the definition's order; only PyTorch's vectorised sqrt may differ in the last bit.
-    assert found == pytest.approx(expected, rel=1e-15, abs=0)
+    assert advantages == pytest.approx(expected, rel=1e-15, abs=0)

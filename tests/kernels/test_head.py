@@ -87,7 +87,7 @@ def test_shapes(tier):
 
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-def test_the_chunk_size_is_not_seen_in_the_result(rows, name, tier, monkeypatch):
+def test_the_chunk_size_does_not_change_the_result(rows, name, tier, monkeypatch):
     """Uses logits without rounding errors, because a sequence's ratio would contain them.
 
     Libraries round a product of one row differently from a product of many rows.

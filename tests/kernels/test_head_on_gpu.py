@@ -114,7 +114,7 @@ def test_the_host_never_waits_for_a_drained_stream(ratio, has_main_grad):
 
 
 @pytest.mark.parametrize("target", [-1, 151936])
-def test_a_target_out_of_range_is_named_when_it_is_asked_for(target):
+def test_raise_bad_values_names_a_target_out_of_range(target):
     hidden, weight, targets, arguments = large(mask=None)
     targets[1234] = target
     result = linear_policy_loss(hidden, weight, targets, **arguments)

@@ -45,7 +45,7 @@ def expected(objective: PolicyObjective, drawn_by: Tensor, old: Tensor | None = 
     """Return the expected value and gradient of policy_loss's KL term over all actions."""
     logits = POLICY.clone().requires_grad_()
     rollout = drawn_by.log_softmax(-1)
-    found = policy_loss(
+    result = policy_loss(
         logits.log_softmax(-1).float(),
         torch.zeros(8),
         objective=objective,
@@ -57,9 +57,9 @@ def expected(objective: PolicyObjective, drawn_by: Tensor, old: Tensor | None = 
         reference_logprobs=REFERENCE.log_softmax(-1).float(),
         normaliser=1.0,
     )
-    found.loss.backward()
+    result.loss.backward()
     assert logits.grad is not None
-    return found.loss.item(), logits.grad
+    return result.loss.item(), logits.grad
 
 
 def off(gradient: Tensor) -> float:
@@ -68,14 +68,16 @@ def off(gradient: Tensor) -> float:
     return float((gradient - right).norm() / right.norm())
 
 
-def test_the_cases_are_of_every_estimate() -> None:
+def test_every_kl_estimate_has_a_case() -> None:
     assert get_args(PolicyObjective.__annotations__["kl"]) == ("none", *ESTIMATES)
 
 
 @pytest.mark.parametrize("kind", ["clip", "cispo"])
 @pytest.mark.parametrize("drawn_by", DRAWN)
 @pytest.mark.parametrize("kl", ESTIMATES)
-def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str, implementation: str) -> None:
+def test_the_kl_gradient_is_exact_for_any_sampling_policy(
+    kl: str, drawn_by: str, kind: str, implementation: str
+) -> None:
     """The gradient is exact for every old policy in the ratio: none (pois, first update), another policy (later updates,
     recompute), or the sampling policy (sais).
     """
@@ -86,7 +88,7 @@ def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str
         assert kl == "k2" or value == pytest.approx(exact()[0], rel=1e-6)
 
 
-def test_an_importance_that_tis_truncates_is_biased(implementation: str) -> None:
+def test_importance_truncated_by_tis_biases_the_kl_gradient(implementation: str) -> None:
     for high, is_exact in ((2.0, False), (3.2, True)):  # the largest importance is 3.1
         objective = PolicyObjective(kl="k3", kl_coef=1.0, correction="tis", correction_high=high)
         assert (off(expected(objective, OLDER)[1]) < 1e-6) == is_exact
@@ -98,7 +100,7 @@ def test_the_table_of_the_kl_estimates_is_right() -> None:
     def percent(number: float) -> str:
         return f"{100 * number:.0f} %" if number > 1e-6 else "0"
 
-    found = []
+    rows = []
     for kl in ESTIMATES:
         plain = [off(as_it_stands(kl, logits)) for logits in DRAWN.values()]
         objective = PolicyObjective(kl=kl, kl_coef=1.0)  # type: ignore[arg-type]
@@ -106,6 +108,6 @@ def test_the_table_of_the_kl_estimates_is_right() -> None:
         truncated = expected(PolicyObjective(kl=kl, kl_coef=1.0, correction="tis"), OLDER)  # type: ignore[arg-type]
         numbers = [*plain, *(off(gradient) for _, gradient in weighted), off(truncated[1])]
         numbers.append(abs(weighted[1][0] / exact()[0] - 1))
-        found.append(f"| `{kl}` | {' | '.join(map(percent, numbers))} |")
+        rows.append(f"| `{kl}` | {' | '.join(map(percent, numbers))} |")
     page = (Path(__file__).parents[2] / "docs/numerics.md").read_text("utf-8")
-    assert re.findall(r"^\| `k\d` .*", page, re.MULTILINE) == found
+    assert re.findall(r"^\| `k\d` .*", page, re.MULTILINE) == rows

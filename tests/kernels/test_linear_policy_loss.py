@@ -22,17 +22,17 @@ from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monkeypatch):
+def test_bfloat16_gradients_are_right_with_either_product(name, rows, monkeypatch):
     """Test bfloat16 and float32 matrix products; a CPU normally uses one kind. Statistics are float32 and bitwise equal."""
     chunks_of(rows, monkeypatch)
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
     case = head_case(vocab=160)  # a multiple of 32, because other sizes always use float32 products
     arguments = arguments_for(case, name)
-    found = []
+    results = []
     for each in (True, False):
         monkeypatch.setattr(gemms, "cpu_multiplies_bfloat16", lambda each=each: each)
-        found.append(compare_policy_loss(case, arguments, torch.bfloat16))
-    assert torch.equal(found[0].logprobs, found[1].logprobs) and torch.equal(found[0].loss, found[1].loss)
+        results.append(compare_policy_loss(case, arguments, torch.bfloat16))
+    assert torch.equal(results[0].logprobs, results[1].logprobs) and torch.equal(results[0].loss, results[1].loss)
 
 
 def test_a_torch_that_lists_no_instructions_multiplies_float32(monkeypatch):
@@ -75,7 +75,7 @@ def narrow(request):
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32)])
-def test_a_head_refuses_rounded_float32_products(dtypes, narrow):
+def test_a_head_refuses_reduced_precision_float32_products(dtypes, narrow):
     hidden, weight, targets, arguments = simple()
     hidden, weight = hidden.detach().to(dtypes[0]), weight.detach().to(dtypes[1])
     reason = r"mkldnn.matmul.fp32_precision is '\w+', .*; call torch.set_float32_matmul_precision\('highest'\)"
@@ -91,7 +91,7 @@ def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
 
 
-def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
+def test_no_call_changes_settings_of_other_threads(narrow, monkeypatch):
     """PyTorch's precision setting is global in the process, so an op must not change it, not even during a product."""
     seen = []
 
@@ -124,14 +124,14 @@ def test_mixed_dtypes_give_the_log_prob_of_the_exact_numbers():
 
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_number_of_threads_is_not_seen(dtype, name):
+def test_the_number_of_threads_does_not_change_results(dtype, name):
     case = with_exact_logits(head_case(20, 8, 8197))  # more logits than one thread handles alone
-    arguments, found = arguments_for(case, name), []
+    arguments, results = arguments_for(case, name), []
     for count in (1, 3):
         torch.set_num_threads(count)
         result, *_ = run(case, arguments, dtype)
-        found.append([result.loss, result.logprobs, result.entropy, result.coefficient])
-    assert all(map(torch.equal, *found))
+        results.append([result.loss, result.logprobs, result.entropy, result.coefficient])
+    assert all(map(torch.equal, *results))
 
 
 def test_a_support_gives_the_softmax_over_its_columns():
@@ -147,7 +147,7 @@ def test_a_support_gives_the_softmax_over_its_columns():
         ids = support.ids[start : start + count].long() if count else torch.arange(columns)
         share = torch.softmax(leaves[1][ids] @ leaves[0][row] / heat[row], 0)
         expected.append(torch.stack((share[ids == targets[row]][0].log(), -(share * share.log()).sum())))
-    found, expected = torch.stack((logprobs, entropy), 1), torch.stack(expected)
-    torch.testing.assert_close(found, expected)
+    actual, expected = torch.stack((logprobs, entropy), 1), torch.stack(expected)
+    torch.testing.assert_close(actual, expected)
     upstream = torch.randn(40, 2).double()
-    torch.testing.assert_close(*(torch.autograd.grad(each, leaves, upstream) for each in (found, expected)))
+    torch.testing.assert_close(*(torch.autograd.grad(each, leaves, upstream) for each in (actual, expected)))

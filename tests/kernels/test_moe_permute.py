@@ -78,7 +78,7 @@ def test_each_expert_gets_its_tokens_and_each_token_their_sum(routing_map, width
 
 
 @pytest.mark.smoke
-def test_weights_have_a_dtype_of_their_own(implementation):
+def test_weights_may_differ_from_tokens_in_dtype(implementation):
     compare(random_map(5, 4, 2), 8, torch.float32, torch.bfloat16)
 
 
@@ -117,7 +117,7 @@ def test_on_a_gpu(dtype, width, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_not_waited_for():
+def test_permutation_does_not_wait_for_the_gpu():
     routing_map, hidden = random_map(1000, 128, 8, "cuda"), torch.randn(1000, 64, device="cuda", requires_grad=True)
     weights = torch.rand(1000, 128, device="cuda", requires_grad=True)
     for mode in ("default", "error"):  # the first call compiles

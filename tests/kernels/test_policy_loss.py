@@ -118,7 +118,7 @@ def test_weights_scale_and_drops_remove_every_term_of_a_token():
 def test_a_sample_is_masked_by_the_geometric_mean_of_its_ratios(low, high, kept, implementation):
     """The means of the two samples are (0.25 x 1.1 x 3 x 6)^(1/4) = 1.49 and (0.6 x 0.9)^(1/2) = 0.73."""
     drift = torch.tensor([0.25, 1.1, 3.0, 6.0, 0.6, 0.9])
-    found = policy_loss(
+    result = policy_loss(
         torch.full((6,), -1.0),
         torch.zeros(6),
         objective=PolicyObjective(correction="sequence_mask", correction_low=low, correction_high=high),
@@ -127,8 +127,8 @@ def test_a_sample_is_masked_by_the_geometric_mean_of_its_ratios(low, high, kept,
         rollout_logprobs=-1 - drift.log(),
         normaliser=1.0,
     )
-    assert found.coefficient.tolist() == kept and float(found.agent_sums["masked_tokens"]) == kept.count(0)
-    assert float(found.agent_sums["tokens"]) == 6  # masked tokens stay in the count
+    assert result.coefficient.tolist() == kept and float(result.agent_sums["masked_tokens"]) == kept.count(0)
+    assert float(result.agent_sums["tokens"]) == 6  # masked tokens stay in the count
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -89,7 +89,7 @@ def compare(shape, width, dtype, device="cpu"):
 
 @pytest.mark.parametrize("implementation, dtype", TIERS, indirect=["implementation"])
 @pytest.mark.parametrize("shape, width", SHAPES)
-def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype):
+def test_row_ops_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype):
     compare(shape, width, dtype)
 
 

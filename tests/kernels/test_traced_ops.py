@@ -113,13 +113,13 @@ def test_graph_breaks_keep_results_and_name_the_reason(reason, group):
     def caller(x, weight, main_grad):
         return BREAKS[reason](2 * x, weight, main_grad, group) * 3
 
-    leaves, found = [torch.randn(4, 8).requires_grad_(), torch.randn(40, 8).requires_grad_()], []
+    leaves, outcomes = [torch.randn(4, 8).requires_grad_(), torch.randn(40, 8).requires_grad_()], []
     for each in (caller, torch.compile(caller, backend="eager")):
         main_grad = torch.zeros(40, 8)
         out = each(*leaves, main_grad)
         of_x, of_weight = torch.autograd.grad(out.sum(), leaves, allow_unused=True)  # weight is unused with main_grad
-        found.append([out, of_x, main_grad if main_grad.any() else of_weight])
-    assert all(map(torch.equal, *found)) and all(each.any() for each in found[0])
+        outcomes.append([out, of_x, main_grad if main_grad.any() else of_weight])
+    assert all(map(torch.equal, *outcomes)) and all(each.any() for each in outcomes[0])
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=reason):
         torch.compile(caller, fullgraph=True, backend="eager")(*leaves, main_grad)

@@ -80,13 +80,13 @@ def run_rank(rank: int, world: int, folder: str) -> None:
     patch = pytest.MonkeyPatch()  # never undone: the process ends after these cases
     chunks_of(CHUNK, patch)
     use_device_chunks(CHUNK, patch, width)
-    found = []
+    case_results = []
     for name in CASES:
         hidden, weight, targets, arguments = case_of(name)
         shard = weight[rank * width : (rank + 1) * width]
-        found.append(results(hidden, shard, targets, arguments, group))
+        case_results.append(results(hidden, shard, targets, arguments, group))
         for index in (2, 6):  # each shard computes a part of dX
-            dist.all_reduce(found[-1][index])
+            dist.all_reduce(case_results[-1][index])
     with pytest.raises(ValueError, match=r"targets\[0\] is 80, expected 0..79"):
         linear_logprob(hidden, shard, targets * 0 + 80, tp_group=group)
     gate = mpt_gate(
@@ -96,7 +96,7 @@ def run_rank(rank: int, world: int, folder: str) -> None:
         torch.tensor([True]),
         process_group=group,
     )
-    torch.save((found, gate), f"{folder}/{rank}")
+    torch.save((case_results, gate), f"{folder}/{rank}")
     dist.destroy_process_group()
 
 
@@ -113,7 +113,7 @@ def of_ranks(request, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_shards_equal_the_whole(name, of_ranks):
     """Shards are as exact as one process with the whole vocabulary, and bitwise equal on all ranks."""
-    shards = [found[list(CASES).index(name)] for found, _ in of_ranks]
+    shards = [ours[list(CASES).index(name)] for ours, _ in of_ranks]
     hidden, weight, targets, arguments = case_of(name)
     whole = results(hidden, weight, targets, arguments)
     with forced("reference"):
@@ -122,12 +122,12 @@ def test_shards_equal_the_whole(name, of_ranks):
             for convert in (torch.Tensor.double, off_by_an_ulp)
         )
     for index, (truth, plain, off) in enumerate(zip(exact, whole, moved, strict=True)):
-        found, apart = shards[0][index], None
+        ours, apart = shards[0][index], None
         if index in (3, 7):  # dW
-            found, apart = torch.cat([shard[index] for shard in shards]), without_target(targets, VOCAB)
+            ours, apart = torch.cat([shard[index] for shard in shards]), without_target(targets, VOCAB)
         else:
-            assert all(torch.equal(found, shard[index]) for shard in shards)
-        assert_accurate(NAMES[index], found, truth, plain, moved=off, terms=max(VOCAB, TOKENS), apart=apart)
+            assert all(torch.equal(ours, shard[index]) for shard in shards)
+        assert_accurate(NAMES[index], ours, truth, plain, moved=off, terms=max(VOCAB, TOKENS), apart=apart)
 
 
 def test_the_gate_sums_over_the_ranks_of_a_sample(of_ranks):

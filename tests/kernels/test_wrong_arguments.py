@@ -166,6 +166,6 @@ def test_a_wrong_argument_is_named_with_what_was_expected(op, change, message, i
 @pytest.mark.parametrize(
     "options", [{"kind": "ppo"}, {"clip_low": -0.1}, {"dual_clip": 1.1}, {"correction_low": 3.0}, {"kl": "k4"}]
 )
-def test_an_objective_with_senseless_options_cannot_be_made(options):
+def test_an_objective_with_invalid_options_is_refused(options):
     with pytest.raises(ValueError, match=f"PolicyObjective: .*{next(iter(options))}"):
         PolicyObjective(**options)

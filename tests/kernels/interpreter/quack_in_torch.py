@@ -34,15 +34,15 @@ class Epilogue:
         acc = A.float() @ B.float().t()
         assert D.shape == acc.shape and A.shape[0] % tile_M == 0
         given = dict(epi_args)
-        found = self.fn(acc, **self.operands(self.fn, given))
-        D.copy_(found["D"])
+        outputs = self.fn(acc, **self.operands(self.fn, given))
+        D.copy_(outputs["D"])
         for name in self.declared["reduces"]:
-            values = found[name] if isinstance(found[name], torch.Tensor) else math.prod(found[name])
+            values = outputs[name] if isinstance(outputs[name], torch.Tensor) else math.prod(outputs[name])
             given[name].copy_(values.unflatten(1, (-1, tile_N)).sum(2))
         for name, op in self.declared["outs"].items():
             index = given[op.idx_op.name]
             rows = ((index >= 0) & (index < acc.shape[1])).nonzero()[:, 0]
-            given[name][rows] = found[name][rows, index[rows]]
+            given[name][rows] = outputs[name][rows, index[rows]]
 
     @staticmethod
     def operands(fn: Any, given: dict[str, Any]) -> dict[str, Any]:

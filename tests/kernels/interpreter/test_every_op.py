@@ -9,13 +9,13 @@ from every_op import TIERS
 from test_every_tier import (  # noqa: F401
     served,
     test_a_frozen_input_changes_no_other_gradient,
-    test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other,
+    test_a_nonfinite_row_matches_pytorch_and_spoils_no_other,
     test_an_empty_batch_has_gradients_of_zero,
     test_autocast_changes_nothing,
-    test_every_tensor_is_read_as_it_lies,
+    test_every_tensor_is_read_in_any_memory_layout,
     test_only_values_read_by_trained_tokens_spoil_the_loss,
 )
-from test_every_tier import test_the_defaults_are_not_used as defaults_are_not_used
+from test_every_tier import test_ops_ignore_the_default_device_and_dtype as defaults_are_not_used
 from triton.runtime.interpreter import GridExecutor
 
 from marsrl import kernels

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_attention_decode import (  # noqa: F401
     test_each_row_sees_its_own_keys,
-    test_what_stands_behind_a_length_does_not_count,
+    test_keys_beyond_a_sequences_length_are_ignored,
 )
 from test_attention_varlen import compare as compare_attention
 from test_attention_varlen import (  # noqa: F401
@@ -27,9 +27,9 @@ from test_moe_permute import (  # noqa: F401
     test_sums_round_once,
     test_the_backward_keeps_neither_tokens_nor_rows,
     test_the_order_of_rows_there_and_back,
-    test_weights_have_a_dtype_of_their_own,
+    test_weights_may_differ_from_tokens_in_dtype,
 )
-from test_row_ops import test_they_are_as_exact_as_plain_pytorch  # noqa: F401
+from test_row_ops import test_row_ops_are_as_exact_as_plain_pytorch  # noqa: F401
 
 from marsrl.kernels import attention_varlen
 from marsrl.kernels.attention_decode import triton_impl as decode
@@ -84,6 +84,6 @@ def test_the_tiles_of_a_gpu():
         (torch.randn(5, 2, 24), "head size 24, the kernels support 16, 32, 64, 128 and 256"),
     ],
 )
-def test_what_the_attention_cannot_serve_is_refused(x, reason):
+def test_unsupported_attention_is_refused_with_the_reason(x, reason):
     with pytest.raises(RuntimeError, match=reason):
         attention_varlen(x, x, x, torch.tensor([0, 5]))

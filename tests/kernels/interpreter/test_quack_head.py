@@ -45,7 +45,7 @@ def test_an_objective_equals_its_definition(name, temperature):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
-def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
+def test_chunks_in_which_all_or_few_rows_are_active(share, monkeypatch):
     """Chunks have 128 rows, the minimum. If few rows of a chunk have a coefficient, these rows are packed."""
     monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 1)
     case = head_case(150, 8, 128)
@@ -120,7 +120,7 @@ def test_rows_that_are_hard_for_a_softmax(is_packed, far):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_gradient_alone_is_that_of_both(frozen):
+def test_a_single_gradient_equals_that_of_both(frozen):
     grads = {}
     hidden, weight, targets = (each.to(BF16) if each.is_floating_point() else each for each in head_case(7, 8, 128))
     arguments = {"objective": PLAIN, "token_advantages": torch.randn(7), "cu_seqlens": torch.tensor([0, 7])}
@@ -157,7 +157,7 @@ def test_unsupported_calls_name_the_reason_and_use_our_kernels(changes, reason, 
     assert linear_policy_loss(hidden, weight, targets % 100, **arguments, normaliser=1.0).loss.isfinite()
 
 
-def test_it_is_preferred_on_hopper_alone(monkeypatch):
+def test_quack_is_preferred_only_on_hopper(monkeypatch):
     monkeypatch.delenv("MARSRL_KERNELS")
     assert _OP.explain(lambda each: each.machine_lacks()).chosen == "quack"
     monkeypatch.setitem(sys.modules, "quack.epilogue.ops", None)
