@@ -1,8 +1,8 @@
-"""A job of two trainer ranks (gloo); the first has two engines, in their own threads. See test_direct_sync.
+"""A job of two trainer ranks (gloo); rank 0 has two engines, each in a thread. See test_direct_sync.
 
-Under every layout, the ranks publish the same weights through files, by nccl and by ipc, and rank 0 records what the engines then
-hold. Engines are reset between two publishes. The last publish to one engine is corrupted. Finally, only the changes to the
-weights of another directory are sent.
+Under every layout, the ranks publish the same weights through files, by nccl and by ipc. Rank 0 records what the engines hold
+after each publish; before the next one, their weights are overwritten. In a further publish, a bit of the second engine's weights
+is flipped. Finally, the weights of another directory are published by sending only the changes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
 
-BUCKET = 4096  # bytes: most tensors take several
+BUCKET = 4096  # bytes; most tensors take several buckets
 KINDS: tuple[Literal["nccl", "ipc"], ...] = ("nccl", "ipc")
 
 
 def spoil(weights: dict[str, torch.Tensor], names: list[str]) -> None:
-    """Flip one bit of each of these fused tensors, once."""
+    """Flip one bit of each fused tensor in `names`, and empty the list."""
     while names:
         weights[names.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
@@ -48,7 +48,7 @@ def checksums(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class Halves:
-    """Two tensor-parallel shards without an engine: they receive into zeros of the shapes in their plans."""
+    """Stand-in for an engine of two tensor-parallel shards, which receive into tensors of zeros."""
 
     def __init__(self, num_kv_heads: int, spreads_experts: bool) -> None:
         shards = [EngineShard.of(part, 2, num_kv_heads, spreads_experts=spreads_experts) for part in range(2)]
@@ -75,7 +75,7 @@ class Halves:
 
 
 class SpoilingEngine(LocalEngine):
-    """Engine that flips one bit of the tensors `spoils`, once they have arrived."""
+    """Engine that flips one bit of each tensor named in `spoils` after the next update."""
 
     def __init__(self, model: str, dtype: str) -> None:
         super().__init__(EngineSpec("local", model, dtype, 128))
@@ -110,7 +110,7 @@ class AtOnce(LocalReplicas):
 
 
 class Publishing:
-    """Publishes a learner's weights to engines on rank 0. dtype: the engines' dtype."""
+    """Publishes a learner's weights to two engines on rank 0. dtype: the engines' dtype."""
 
     def __init__(self, learner: Learner, dtype: str) -> None:
         self.learner = learner
@@ -131,7 +131,7 @@ class Publishing:
         return [engine.held() for engine in self.engines]
 
     def spoiled(self, sync: WeightSync, version: int, name: str) -> str:
-        """Return the error when a bit of this tensor changes in the second engine, on rank 0."""
+        """Publish while a bit of the tensor `name` flips in the second engine; return the error, on rank 0."""
         for engine in self.engines[1:]:
             engine.spoils.append(name)
         try:
@@ -197,10 +197,10 @@ class Publishing:
         return found
 
     def halves(self, folder: Path) -> dict[str, str]:
-        """Publish to engines of two shards, with both kinds of sync, and with experts cut over the shards or spread whole.
+        """Publish to engines of two shards by both kinds of sync, with experts cut in halves or spread whole.
 
-        Save the second engine's tensors to folder/KIND_EXPERTS.pt. Return {KIND_EXPERTS: error of the sync after a number in
-        the second engine's second shard has changed}.
+        Save the second engine's tensors to folder/KIND_EXPERTS.pt. Return {KIND_EXPERTS: error of a publish during which a bit of
+        the second engine's second shard flips}.
         """
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):

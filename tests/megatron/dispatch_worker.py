@@ -23,9 +23,10 @@ OPTIMIZER = tiny.OPTIMIZER.model_copy(update={"eps": 1e-2})  # AdamW would magni
 
 
 def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: int) -> list[PackedBatch]:
-    """Return this rank's micro-batches: of different lengths, and the last one empty on the second of two data ranks.
+    """Return this rank's two micro-batches.
 
-    num_shared: leading tokens of the first micro-batch's second sample that are computed for its first.
+    With two data ranks, they have different lengths, and the last one of rank 1 is empty. num_shared: number of leading tokens
+    that the second sample of the first micro-batch shares with its first sample; they are computed once.
     """
     if layout.get("tensor", 1) > 1:
         return [pack(samples[i::2], align=2) for i in range(2)]
@@ -34,7 +35,7 @@ def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: in
 
 
 def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
-    """Return statistics and weights of two steps, and which methods of the stand-ins the steps called."""
+    """Return statistics and weights of two steps, and the methods of fake_deep_ep that were called."""
     settings = dict(settings)
     num_shared = settings.pop("num_shared", 0)
     own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
@@ -55,7 +56,7 @@ def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatch
 
 
 def overlapped(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> list[dict[str, Any]]:
-    """Return the findings without and with overlap_dispatch, and the order in which layers ran."""
+    """Return the results of `steps` without and with overlap_dispatch, and the order in which layers ran."""
     found = []
     for overlaps in (False, True):
         order: list[str] = []
@@ -68,7 +69,10 @@ def overlapped(model: str, layout: dict[str, int], settings: dict[str, Any], dis
 
 
 def noted(forward: Any, order: list[str]) -> Any:
-    """Return the forward method of a layer's attention; it records in `order` its passes with a gradient and backward passes."""
+    """Wrap `forward` of a layer's attention to list its forward and backward passes in `order`.
+
+    Forward passes without a gradient are left out.
+    """
 
     def run(self: Any, *inputs: Any, **options: Any) -> Any:
         output = forward(self, *inputs, **options)
@@ -81,7 +85,7 @@ def noted(forward: Any, order: list[str]) -> Any:
 
 
 def job(out: str, model: str, cases: dict[str, Any], overlaps: dict[str, Any]) -> None:
-    """Save {case: {dispatcher: findings}} of rank 0 to `out`."""
+    """Save {case/dispatcher: results} of rank 0 to `out`."""
     fake_deep_ep.install()
     found: dict[str, Any] = {
         f"{name}/{dispatcher}": job(model, layout, settings, dispatcher)

@@ -1,4 +1,4 @@
-"""The part of DeepEP's and HybridEP's interface that megatron-core uses, over gloo: ranks exchange rows of any float dtype.
+"""The part of DeepEP's and HybridEP's interface that megatron-core uses, over gloo, for any dtype.
 
 A token is sent once to each rank that has one of its experts, and the ranks' results are summed in float32.
 
@@ -44,7 +44,7 @@ class Sent:
         return cls(group, is_in_rank.t().nonzero()[:, 1], sent.tolist(), received.tolist(), len(is_in_rank))
 
     def there(self, rows: Tensor) -> Tensor:
-        """Exchange rows [S, ...] of `tokens` for those that this rank receives."""
+        """Send the rows [S, ...] of `tokens`, and return the rows that this rank receives."""
         out = rows.new_empty(sum(self.received), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), self.received, self.sent, group=self.group)
         return out
@@ -166,7 +166,7 @@ class HybridEPBuffer:
 
 
 def install() -> None:
-    """Make megatron find this module as deep_ep, also in its modules that have looked for it before."""
+    """Make megatron import this module as deep_ep, also in modules that have tried the import before."""
     package, utils = ModuleType("deep_ep"), ModuleType("deep_ep.utils")
     package.Buffer, package.HybridEPBuffer = Buffer, HybridEPBuffer  # type: ignore[attr-defined]
     utils.EventHandle = utils.EventOverlap = Event  # type: ignore[attr-defined]

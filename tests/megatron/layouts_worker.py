@@ -1,8 +1,7 @@
-"""A job of two gloo ranks: under every layout it trains the same two steps, saves a checkpoint, and trains a third step; it also
-trains two steps of two updates each.
+"""A job of two gloo ranks, which trains the same steps under every layout. See test_layouts.
 
-Then every checkpoint is resumed under the layouts named for it. Two adapters on one base also train together, are saved and
-resumed. See test_layouts.
+Each layout trains two steps, saves a checkpoint and trains a third step. Some also train two steps of two updates each. Then
+every checkpoint is resumed under other layouts. Two adapters on one base also train together, are saved and resumed.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
-    """Return four batches for a single data-parallel rank, or, for each of two, one batch of twice the size.
+    """Return four batches for a single data-parallel rank, or one of twice the size for each of two.
 
-    No sequence's length is a multiple of the number that the layout requires.
+    Sequences have arbitrary lengths, so a layout that requires a multiple pads them.
     """
     samples = tiny.sequences(SAMPLES, seed=1)
     sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
@@ -61,9 +60,9 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
 
 
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
-    """Return loss and gradient norm of one more step, and of the step after it, which depends on the optimizer's state.
+    """Return loss and gradient norm of one more step, and of the next, which needs the optimizer's state.
 
-    checkpoint: checkpoint of a learner after its second step, under this or another layout; loaded first.
+    checkpoint: saved after a learner's second step, under this or another layout, and loaded first; None: `policy` goes on.
     """
     if checkpoint:
         policy.load(checkpoint)
@@ -75,8 +74,10 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
-    """Train two steps on this world's ranks, and return statistics, scores, their noise, weights before and after, and a
-    checkpoint.
+    """Train two steps on this world's ranks, save a checkpoint, and train a third step.
+
+    Returns the steps' statistics, sums of the scores and of their rounding noise, weights before and after, the third step, and
+    how many numbers were read from files and are held.
     """
     read, read_file = list[int](), HfReader._read
 
@@ -122,7 +123,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Return the samples with random experts, and with kept tokens for every other one."""
+    """Return the samples with random experts, and with kept tokens where the token id is odd."""
 
     def kept(s: TrainSequence) -> KeptTokens:
         ids = [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
@@ -137,11 +138,10 @@ Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
 def updates(
     model: str, reference: str, layout: dict[str, int], router_replay: str
 ) -> tuple[list[list[float]], Tokens, list[str]]:
-    """Return statistics of two steps on batches scattered by rank 0, and the first step's tokens of three samples, from all
-    ranks.
+    """Train two steps on batches that rank 0 scatters.
 
-    Also returns each rank's error for a batch that cannot be packed. The last update has one sample, so with two data ranks the
-    share of one is empty.
+    Returns the steps' statistics; log-probs, entropies and marks of three samples in the first step, from all ranks; and each
+    rank's error for a batch that cannot be packed. The last update has one sample, so one of two data ranks gets an empty part.
     """
     policy = tiny.learner(
         model,
@@ -166,7 +166,7 @@ def updates(
         stats = policy.train_step(mine, keep={"s1", "s2", "s7"} if number == 0 else ())
         for told in gather_bytes(encode(stats.tokens)):
             for each in decode(tuple[TrainedTokens, ...], told):
-                assert each.uid not in tokens, f"two ranks speak for {each.uid}"
+                assert each.uid not in tokens, f"two ranks returned tokens of {each.uid}"
                 tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
         replay: Any = stats.replay
         counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
@@ -190,7 +190,7 @@ def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> di
 
 
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
-    """Return losses and gradient norms. The references are refreshed after the first step."""
+    """Train these steps; return losses and gradient norms. References are refreshed after step 0."""
     (group,) = groups(learners, POLICIES)
     found = []
     for number in steps:
@@ -218,7 +218,7 @@ def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, 
 
 
 def resume_adapters(model: str, kind: str, layout: dict[str, int], folder: Path) -> list[float]:
-    """Return the third step of adapters that were saved after their second one, under this or another layout."""
+    """Load adapters that were saved after two steps, under any layout; return numbers of the third step."""
     learners = adapted(model, kind, layout, "none")
     for name, policy in learners.items():
         policy.load(folder / name)

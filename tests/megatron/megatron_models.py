@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def own_groups() -> Iterator[None]:
-    """Give each test its own process groups, if its conftest.py defines this name."""
+    """In folders whose conftest.py imports this fixture, give each test its own process groups."""
     torch.set_num_threads(1)
     yield
     from marsrl.trainer.learner.megatron import parallel
@@ -57,8 +57,8 @@ def own_groups() -> Iterator[None]:
 def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **changes: object) -> Path:
     """Write the directory of a random model.
 
-    Kinds: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied; scaling leaves one rotary frequency,
-    stretches five, and changes two by less), mistral (untied, no head size in its config).
+    Kinds: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (all biases, tied; RoPE scaling keeps one frequency,
+    stretches five fully and two partly), mistral (untied, no head size in its config).
     """
     # Imported late: it takes seconds, which ranks that only read batches save.
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,9 +94,10 @@ def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 
 
 
 def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
-    """Return random samples with advantages, some tokens of tools, and the rollout's log-probs. Every third sample is positive.
+    """Return random samples with advantages, some tool tokens, and rollout log-probs.
 
-    multiple: every length is a multiple of it, so that no rank pads (replayed experts of padding are counted).
+    Every third sample is positive. multiple: a divisor of every length, so that no rank pads; replayed experts of padding would
+    be counted.
     """
     rng = np.random.default_rng(seed)
     out = []
@@ -155,7 +156,7 @@ def learner(
     mpt: MptConfig | None = None,
     **settings: Any,
 ) -> Learner:
-    """Build a learner of two agents. settings: names of OF_LEARNER; all others are fields of its PolicyConfig."""
+    """Build a learner of two agents. settings: arguments in OF_LEARNER, and fields of its PolicyConfig."""
     own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
     policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
     objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
@@ -225,7 +226,11 @@ def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Plain:
-    """Results of a step in plain PyTorch: weights after it, losses and gradient norms of its updates, and sums over tokens."""
+    """Results of a step in plain PyTorch.
+
+    weights: after the step. losses, norms: losses and gradient norms of its updates. clipped, masked: numbers of tokens. kl: sum
+    over tokens.
+    """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -244,7 +249,10 @@ def plain_step(
     average: Average | None = None,
     reference: Path | None = None,
 ) -> Plain:
-    """Take the step with a model of transformers, as the definitions say, one sequence at a time. objectives: one per agent."""
+    """Take the step by its definition, with a transformers model, one sequence at a time.
+
+    objectives: one per agent.
+    """
     model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():

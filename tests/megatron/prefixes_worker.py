@@ -1,4 +1,4 @@
-"""A job of one or two gloo ranks: a float64 update whose samples share prefixes, with each prefix computed once, and flat.
+"""A job of one or two gloo ranks: a float64 update with shared prefixes, as trees and as flat batches.
 
 Megatron's modules, this project's head, attention and adapters run as in training; only the optimizer is left out. See
 test_shared_prefixes.
@@ -36,7 +36,10 @@ MPT = MptConfig(scope="sample", entropy=3.98, probability=0.02)
 
 
 def family(seed: int = 0) -> list[TrainSequence]:
-    """Return samples of three problems: answers to one prompt, branches of a conversation, one that ends early, and a copy."""
+    """Return samples that share prefixes, in random order.
+
+    They are answers to one prompt, branches of a conversation, one that ends where others continue, and a copy.
+    """
     rng = np.random.default_rng(seed)
 
     def drawn(number: int) -> list[int]:
@@ -75,7 +78,10 @@ def family(seed: int = 0) -> list[TrainSequence]:
 
 
 def recorded(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Return the samples with kept tokens, and with experts that depend only on a token and its place, except in one sample."""
+    """Return the samples with kept tokens and recorded experts.
+
+    The experts depend only on a token and its position, except in one sample.
+    """
 
     def experts(s: TrainSequence) -> ExpertArray:
         ids = np.concatenate([s.prompt_ids, s.token_ids])[:-1]

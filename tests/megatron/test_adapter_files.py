@@ -1,5 +1,6 @@
-"""PEFT directories from which training can start: everything in one is used, or it is refused, and the error names what would be
-left out. PEFT writes the directories, except for files that it cannot write.
+"""Adapter directories in PEFT's format: a start uses everything in them, or names what it cannot use.
+
+PEFT writes the directories of these tests, except for the files that PEFT never writes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def changed(folder: Path, **settings: Any) -> Path:
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", "orthogonal", "mica", "eva", "converted PiSSA"])
 def test_initialisations_that_keep_the_base_are_started(init: bool | str, model: Path, tmp_path: Path) -> None:
-    """PEFT and the learner compute the same log-probs from the start. A converted PiSSA adapter has twice the rank."""
+    """PEFT and the new learner compute equal log-probs. A converted PiSSA adapter has twice the rank."""
     import peft
 
     start = AdapterConfig(rank=4, alpha=8, start=str(tmp_path / "a"))
@@ -248,7 +249,7 @@ def words_of(folder: Path) -> list[str]:
 
 
 def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The dry run, evaluation, sft, the learner and both engines refuse an adapter of which they would leave out a part."""
+    """Dry run, evaluation, sft, learner and both engines refuse an adapter that has more than they use."""
     words, model = words_of(tmp_path), tmp_path / "model"
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}
@@ -303,7 +304,7 @@ def test_a_plain_adapter_is_exported_as_it_is(model: Path, tmp_path: Path) -> No
 
 
 def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
-    """From such a directory, transformers loads the adapter and its base."""
+    """transformers would load such a directory as the adapter on its base."""
     model = tiny.save_model("qwen2", tmp_path / "model")
     made_by_peft(model, tmp_path / "a")
     for folder in (tmp_path / "a", model):

@@ -1,5 +1,7 @@
-"""Training, checkpoints and exports of adapters on a frozen base, on one rank, compared with a model of transformers that has
-W + s B A in place of W. Adapters of one base train in shared micro-batches as they do in separate ones.
+"""Training, checkpoints and exports of adapters on a frozen base, on one rank.
+
+Log-probs are compared with PEFT's, and with those of a transformers model that has W + s B A in place of W. Adapters of one base
+train in shared micro-batches as they do in separate ones.
 """
 
 from __future__ import annotations

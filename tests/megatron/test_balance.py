@@ -1,5 +1,6 @@
-"""The router's balancing loss is computed over the whole update: however the update is split, the gradient equals that of plain
-PyTorch in float64.
+"""The router's balancing loss is computed over the whole update, however it is split.
+
+The gradient equals plain PyTorch's in float64.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from marsrl.trainer.report.step_metrics import step_metrics
 COEFFICIENT = 0.05
 SAMPLES = 16
 ROUTERS = {f"decoder.layers.{i}.mlp.router.weight": f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
-# The embedding is below the routers, whose loss gives it a gradient too.
+# The embedding is an input of the routers, so their loss gives it a gradient too.
 NAMES = {**ROUTERS, "embedding.word_embeddings.weight": "model.embed_tokens.weight"}
 
 
@@ -34,7 +35,10 @@ def samples_of_equal_worth() -> list[TrainSequence]:
 
 
 def plain(folder: Path, samples: list[TrainSequence]) -> tuple[dict[str, Tensor], list[float]]:
-    """Return, by the definition in float64, gradients by name and [loss without its coefficient, largest load, smallest load]."""
+    """Compute the balancing loss by its definition, in float64.
+
+    Returns gradients by name, and [loss without its coefficient, largest load, smallest load].
+    """
     model, inputs = tiny.scoring_model(folder).double(), dict[Any, list[Tensor]]()
     model.set_experts_implementation("eager")  # transformers' grouped experts do not support float64
     for layer in model.model.layers:

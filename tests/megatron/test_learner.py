@@ -164,8 +164,9 @@ def test_one_rank_sends_itself_nothing(
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full_but_attention", "full"])
 def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
-    """Kernels add the gradients of experts and head to DDP's buffer, and DDP those of the other weights. Its hooks, which overlap
-    the reduction, see each weight once per micro-batch.
+    """Kernels add the gradients of experts and head to DDP's buffer; DDP adds all others.
+
+    DDP's hooks, which overlap the reduction, see each weight once per micro-batch.
     """
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
     optimizer = tiny.OPTIMIZER.model_copy(update={"overlap_grad_reduce": True})

@@ -23,9 +23,9 @@ GRAD_CLIP = 0.01
 
 
 class TwoMemories(TorchFunctionMode):
-    """Block in which Megatron's offloading code sees every tensor as a GPU tensor, except results of .cpu() and their copies.
+    """Makes Megatron's offloading code take every tensor for a GPU tensor, except results of .cpu().
 
-    These host tensors have the attribute `in_host_memory`. Nothing is moved: only the value of is_cuda in that code differs.
+    These host tensors and their copies have the attribute `in_host_memory`. Nothing is moved: only is_cuda differs in that code.
     """
 
     COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)
@@ -69,8 +69,9 @@ def steps(learner: Learner, count: int) -> list[float]:
 
 
 def norm_of_first_moments(learner: Learner) -> float:
-    """Return the norm of AdamW's first moments, which shows clipping. Steps do not show it, because AdamW divides by the moments'
-    size.
+    """Return the norm of AdamW's first moments, which shows clipping.
+
+    Steps do not show it, because AdamW divides by the size of gradients.
     """
     states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())

@@ -71,7 +71,7 @@ def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
     ours, off = tiny.gradients(policy), []
     for name, hf in names.items():
         expected = theirs[hf]
-        rows = expected.shape[0]  # tensors with a row per token are padded
+        rows = expected.shape[0]  # embedding and head are padded
         off.append((ours[name][:rows].reshape(expected.shape) - expected).abs().max())
     return float(max(off))
 
@@ -142,7 +142,8 @@ def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path:
         after.append(tiny.weights(policy))
     assert stats[0].replay is not None and stats[1].replay is not None
     assert stats[0].replay.tokens_differ == stats[1].replay.tokens_differ > 0  # the first update changed some choices
-    # R2 and R3 agree except for each sample's last token, which R3 does not record and which predicts nothing.
+    # `recompute` and `rollout` force the same experts, except for each sample's last token, which a rollout does not record and
+    # which predicts nothing.
     assert tiny.largest_difference(after[0], after[1]) < 1e-6
     assert tiny.largest_difference(after[0], after[2]) > 1e-3
 

@@ -1,4 +1,4 @@
-"""A learner that sleeps (trainer.sleep): its storages are empty, exports come from the CPU, and steps keep their bits."""
+"""A sleeping learner (trainer.sleep) has empty storages, and exports and trains as when awake."""
 
 from __future__ import annotations
 

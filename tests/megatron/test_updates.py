@@ -33,8 +33,9 @@ def update(policy: Learner, samples: list[TrainSequence], average: Average | Non
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
-    """Compare weights. AdamW's first steps are lr * sign(g). If the gradient g is only a rounding error, as for a key's bias, its
-    sign is arbitrary, and weights may differ by such a step.
+    """Compare weights, and allow for AdamW's first steps, which are lr * sign(g).
+
+    If the gradient g is only a rounding error, as for a key's bias, its sign is arbitrary, and weights may differ by such a step.
     """
     assert tiny.largest_difference(found, expected) < 2.1 * steps * tiny.OPTIMIZER.lr
     names = [name for name in expected if not name.endswith("k_proj.bias")]
@@ -91,7 +92,7 @@ def test_a_step_equals_plain_pytorch(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: Path) -> None:
-    """Clips as on GPUs and as on CPUs. The last update is not clipped."""
+    """Optimizers clip inside their update on GPUs, and before it on CPUs. The last update is not clipped."""
     folder, samples, found = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
     optimizer = tiny.OPTIMIZER.model_copy(update={"grad_clip": 0.1})
     for inside in (False, True):
@@ -119,8 +120,9 @@ def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> Non
 
 
 def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> None:
-    """A token's penalty is its own log-ratio of the sampling weights to the reference plus those of later tokens, minus the mean
-    over the agent's other samples.
+    """A token's penalty is the sum of log-ratios (sampling weights to reference) from it on, less a mean.
+
+    The mean is over tokens of the agent's other samples.
     """
     folder, reference = tiny.save_model("qwen3", tmp_path / "m"), tiny.save_model("qwen3", tmp_path / "r", seed=1)
     samples, of_samples = tiny.sequences(5), []
