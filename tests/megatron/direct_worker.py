@@ -142,7 +142,7 @@ class Publishing:
 
     def whole(self, model: str, dtype: str) -> dict[str, Any]:
         """Return the engines' weights after a publish through files, and directly by nccl and ipc, on rank 0."""
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         checked = self.new(SpoilingEngine, model, dtype)
         syncs: dict[str, WeightSync] = {"shm": FileSync(checked, self.dtype)}
         syncs |= {kind: self.direct(checked, kind) for kind in KINDS}
@@ -153,12 +153,12 @@ class Publishing:
                 report = sync.publish(self.learner, version)
             if report:
                 probe = report.comparison and report.comparison.largest
-                found[kind] = {"held": self.held(), "bytes": report.num_bytes, "probe": probe}
+                results[kind] = {"held": self.held(), "bytes": report.num_bytes, "probe": probe}
             if kind != "shm":
-                name = sorted(found[kind]["held"][0])[-2] if found else ""
-                said = self.spoiled(sync, 9, name)
-                if found:
-                    found[kind]["spoiled"] = [name, said]
+                name = sorted(results[kind]["held"][0])[-2] if results else ""
+                error = self.spoiled(sync, 9, name)
+                if results:
+                    results[kind]["spoiled"] = [name, error]
             if kind != "nccl":  # nccl is refused for engines on the trainer's GPUs
                 for engine in self.engines:
                     engine.forget()
@@ -167,13 +167,13 @@ class Publishing:
                 if kind == "ipc":  # to an engine that replaces a lost one
                     for engine in self.engines[1:]:
                         engine.forget()
-                    sync.send_again(self.learner, 3, 1 if found else None)
-                if found:
-                    found[kind]["asleep"] = self.held()
+                    sync.send_again(self.learner, 3, 1 if results else None)
+                if results:
+                    results[kind]["asleep"] = self.held()
                 self.learner.sleeps = False
                 self.learner.wake()
             sync.close()
-        return found
+        return results
 
     def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
         """Return {kind of sync: [the engines' weights, bytes sent, share of changed weights]} on rank 0.
@@ -184,17 +184,17 @@ class Publishing:
         checked = self.new(SpoilingEngine, model, dtype)
         by_change = self.direct(checked, "nccl", sends_deltas=True)
         files = FileSync(checked, self.dtype)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for version, kind in enumerate(("first", "changes", "after a loss", "files")):
             if kind == "changes":
                 self.learner.read_weights(changed)
             if kind == "after a loss" and self.engines:
                 self.engines[1].forget()
             if report := (files if kind == "files" else by_change).publish(self.learner, version):
-                found[kind] = [self.held(), report.num_bytes, report.changed_share]
+                results[kind] = [self.held(), report.num_bytes, report.changed_share]
         by_change.close()
         files.close()
-        return found
+        return results
 
     def halves(self, folder: Path) -> dict[str, str]:
         """Publish to engines of two shards by both kinds of sync, with experts cut in halves or spread whole.
@@ -202,7 +202,7 @@ class Publishing:
         Save the second engine's tensors to folder/KIND_EXPERTS.pt. Return {KIND_EXPERTS: error of a publish during which a bit of
         the second engine's second shard flips}.
         """
-        said = {}
+        errors = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):
             # Halves cannot score, so version 1 is not compared: verify_every is large.
             sync = self.direct(self.new(Halves, 2, experts == "spread"), kind, verify_every=100)
@@ -210,19 +210,19 @@ class Publishing:
             name = f"{kind}_{experts}"
             for engine in self.engines[1:]:
                 torch.save(engine.weights, folder / f"{name}.pt")
-            said[name] = self.spoiled(sync, 2, "lm_head.weight")
+            errors[name] = self.spoiled(sync, 2, "lm_head.weight")
             sync.close()
-        return said
+        return errors
 
 
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
     """Return the findings of Publishing in each case, on rank 0; cases whose name ends in `halves` also publish to Halves."""
-    found: dict[str, Any] = {}
+    findings: dict[str, Any] = {}
     for name, (model, layout, dtype, engine_dtype) in cases.items():
         publishing = Publishing(learner(model, layout=layout, dtype=dtype), engine_dtype)
-        found[name] = publishing.whole(model, engine_dtype)
+        findings[name] = publishing.whole(model, engine_dtype)
         if name.endswith("halves"):
-            found[name]["halves"] = publishing.halves(Path(folder))
-        found[name]["changes"] = publishing.changes(model, f"{model}_changed", engine_dtype)
+            findings[name]["halves"] = publishing.halves(Path(folder))
+        findings[name]["changes"] = publishing.changes(model, f"{model}_changed", engine_dtype)
         parallel.stop(keep_world=True)
-    return found
+    return findings

@@ -30,42 +30,46 @@ def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: in
     """
     if layout.get("tensor", 1) > 1:
         return [pack(samples[i::2], align=2) for i in range(2)]
-    mine = samples[dist.get_rank() :: 2]
-    return [pack(mine[:2], shared=[0, num_shared]), pack(mine[2:] if dist.get_rank() == 0 else [])]
+    local = samples[dist.get_rank() :: 2]
+    return [pack(local[:2], shared=[0, num_shared]), pack(local[2:] if dist.get_rank() == 0 else [])]
 
 
 def steps(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> dict[str, Any]:
     """Return statistics and weights of two steps, and the methods of fake_deep_ep that were called."""
     settings = dict(settings)
     num_shared = settings.pop("num_shared", 0)
-    own = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
-    policy: Learner = tiny.learner(model, **own)
+    arguments = {"layout": layout, "dispatcher": dispatcher, "optimizer": OPTIMIZER, **settings}
+    policy: Learner = tiny.learner(model, **arguments)
     replays = settings.get("router_replay") == "rollout"
     samples = tiny.sequences(9, seed=1, multiple=2 if replays else 1)
     if replays:
         samples = tiny.with_random_experts(samples)
-    mine = batches(samples, layout, num_shared)
+    local = batches(samples, layout, num_shared)
     fake_deep_ep.CALLS.clear()
-    stats = [tiny.step(policy, mine, normaliser=tiny.num_trained(samples)) for _ in range(2)]
+    stats = [tiny.step(policy, local, normaliser=tiny.num_trained(samples)) for _ in range(2)]
     calls = sorted(set(fake_deep_ep.CALLS))
     manager = getattr(policy.model.decoder.layers[0].mlp.token_dispatcher, "_comm_manager", None)
     assert (dispatcher == "deepep") == isinstance(manager, DeepEPExchange)
-    found = {"stats": [[each.loss, each.grad_norm] for each in stats], "weights": tiny.weights(policy), "calls": calls}
+    results = {
+        "stats": [[each.loss, each.grad_norm] for each in stats],
+        "weights": tiny.weights(policy),
+        "calls": calls,
+    }
     parallel.stop(keep_world=True)
-    return found
+    return results
 
 
 def overlapped(model: str, layout: dict[str, int], settings: dict[str, Any], dispatcher: str) -> list[dict[str, Any]]:
     """Return the results of `steps` without and with overlap_dispatch, and the order in which layers ran."""
-    found = []
+    results = []
     for overlaps in (False, True):
         order: list[str] = []
         with mock.patch.object(PackedAttention, "forward", noted(PackedAttention.forward, order)):
-            found.append(
+            results.append(
                 steps(model, layout, {**settings, "dtype": "bfloat16", "overlap_dispatch": overlaps}, dispatcher)
             )
-        found[-1]["order"] = order
-    return found
+        results[-1]["order"] = order
+    return results
 
 
 def noted(forward: Any, order: list[str]) -> Any:
@@ -87,11 +91,11 @@ def noted(forward: Any, order: list[str]) -> Any:
 def job(out: str, model: str, cases: dict[str, Any], overlaps: dict[str, Any]) -> None:
     """Save {case/dispatcher: results} of rank 0 to `out`."""
     fake_deep_ep.install()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"{name}/{dispatcher}": job(model, layout, settings, dispatcher)
         for job, jobs in ((steps, cases), (overlapped, overlaps))
         for name, (layout, settings) in jobs.items()
         for dispatcher in DISPATCHERS
     }
     if dist.get_rank() == 0:
-        torch.save(found, out)
+        torch.save(results, out)

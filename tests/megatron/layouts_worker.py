@@ -66,11 +66,11 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
     """
     if checkpoint:
         policy.load(checkpoint)
-    found = []
+    numbers = []
     for _ in range(2):
         stats = tiny.step(policy, batches_of_this_rank(layout), tiny.num_trained(tiny.sequences(SAMPLES, seed=1)))
-        found += [stats.loss, stats.grad_norm]
-    return found
+        numbers += [stats.loss, stats.grad_norm]
+    return numbers
 
 
 def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
@@ -88,11 +88,11 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     with mock.patch.object(HfReader, "_read", counted):
         policy = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
-    samples, mine = tiny.sequences(SAMPLES, seed=1), batches_of_this_rank(layout)
+    samples, batches = tiny.sequences(SAMPLES, seed=1), batches_of_this_rank(layout)
     untouched = tiny.weights(policy)
     stats = []
     for _ in range(2):
-        s = tiny.step(policy, mine, normaliser=tiny.num_trained(samples), by_agent=True)
+        s = tiny.step(policy, batches, normaliser=tiny.num_trained(samples), by_agent=True)
         norms = [norm or 0.0 for norm in s.agent_grad_norms]
         stats.append(
             [
@@ -105,10 +105,10 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
                 *(s.load or ()),
             ]
         )
-    found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
-    sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
+    scored = zip(policy.score(batches), policy.score(batches, rounded_as=Precision(torch.bfloat16)), strict=True)
+    sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in scored]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)
-    is_split = len(mine) < 2  # samples are split over the data-parallel ranks
+    is_split = len(batches) < 2  # samples are split over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
     tiny.save(policy, checkpoint)
@@ -158,21 +158,21 @@ def updates(
     with mock.patch.object(collective, "SCATTER_BYTES", 1000):  # sent in pieces
         with pytest.raises((RuntimeError, ValueError)) as refusal:
             scatter(batches if dist.get_rank() == 0 else None, policy.shard(8))
-        said = [each.decode() for each in gather_bytes(str(refusal.value).encode())]
-        mine = scatter(batches if dist.get_rank() == 0 else None, policy.shard(64))
-    found = []
+        errors = [each.decode() for each in gather_bytes(str(refusal.value).encode())]
+        local_updates = scatter(batches if dist.get_rank() == 0 else None, policy.shard(64))
+    numbers = []
     tokens: Tokens = {}
     for number in range(2):
-        stats = policy.train_step(mine, keep={"s1", "s2", "s7"} if number == 0 else ())
-        for told in gather_bytes(encode(stats.tokens)):
-            for each in decode(tuple[TrainedTokens, ...], told):
+        stats = policy.train_step(local_updates, keep={"s1", "s2", "s7"} if number == 0 else ())
+        for content in gather_bytes(encode(stats.tokens)):
+            for each in decode(tuple[TrainedTokens, ...], content):
                 assert each.uid not in tokens, f"two ranks returned tokens of {each.uid}"
                 tokens[each.uid] = each.update, each.logprobs.tolist(), each.entropy.tolist(), each.marks.tolist()
         replay: Any = stats.replay
         counts = [replay.tokens, replay.tokens_differ, replay.choices, replay.choices_differ]
         sums = [sum(stats.agent_sums[name]) for name in ("tokens", "kl")]
-        found.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
-    return found, tokens, said
+        numbers.append([stats.loss, stats.grad_norm, *sums, *map(float, counts)])
+    return numbers, tokens, errors
 
 
 POLICIES = ("a", "b")  # policies of the agents
@@ -192,29 +192,29 @@ def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> di
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
     """Train these steps; return losses and gradient norms. References are refreshed after step 0."""
     (group,) = groups(learners, POLICIES)
-    found = []
+    numbers = []
     for number in steps:
         samples = tiny.sequences(8, seed=number, multiple=4)
-        own = [tuple(s for s in samples if POLICIES[s.agent] == name) for name in learners]
-        parts = joined([(MiniBatch(each, tiny.num_trained(list(each))),) for each in own])
+        samples_of_policies = [tuple(s for s in samples if POLICIES[s.agent] == name) for name in learners]
+        parts = joined([(MiniBatch(each, tiny.num_trained(list(each))),) for each in samples_of_policies])
         stats = group.train_step(scatter(parts if dist.get_rank() == 0 else None, group.shard(64)))
-        found += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
+        numbers += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
         for policy in learners.values() if number == 0 else ():
             policy.refresh_reference()
-    return found
+    return numbers
 
 
 def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, folder: Path) -> dict[str, Any]:
     """Train two steps of both adapters, save checkpoints, and train a third step."""
     learners = adapted(model, kind, layout, recompute)
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
-    found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
+    results: dict[str, Any] = {"numbers": train_together(learners, range(2))}
     for name, policy in learners.items():
-        found[name] = tiny.weights(policy)
+        results[name] = tiny.weights(policy)
         tiny.save(policy, folder / name)
-    found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
-    found["third"] = train_together(learners, range(2, 3))
-    return found
+    results["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
+    results["third"] = train_together(learners, range(2, 3))
+    return results
 
 
 def resume_adapters(model: str, kind: str, layout: dict[str, int], folder: Path) -> list[float]:
@@ -243,8 +243,8 @@ def job(
     folder = Path(out).parent
     report: dict[str, Any] = {}
 
-    def did(name: str, found: Any) -> None:
-        report[name] = found
+    def did(name: str, results: Any) -> None:
+        report[name] = results
         parallel.stop(keep_world=True)
 
     for kind in layouts:
@@ -253,14 +253,14 @@ def job(
             for replay in updated.get(name, []) if kind == "qwen3_moe" else []:
                 did(f"{name}, {replay}", updates(models[kind], models["reference"], layout, replay))
         for before, after in resumed[kind]:
-            layout, place = layouts[kind][after], folder / "checkpoints" / kind / before
-            did(f"{kind}/{before} -> {after}", third_step(new_learner(models[kind], layout), layout, place))
+            layout, checkpoint = layouts[kind][after], folder / "checkpoints" / kind / before
+            did(f"{kind}/{before} -> {after}", third_step(new_learner(models[kind], layout), layout, checkpoint))
     for kind in adapters:
         for name, (layout, recompute) in adapters[kind].items():
-            place = folder / "adapters" / kind / name
-            did(f"adapters, {kind}/{name}", run_adapters(models[kind], kind, layout, recompute, place))
+            checkpoint = folder / "adapters" / kind / name
+            did(f"adapters, {kind}/{name}", run_adapters(models[kind], kind, layout, recompute, checkpoint))
         for before, after in resumed_adapters[kind]:
-            (layout, _), place = adapters[kind][after], folder / "adapters" / kind / before
-            did(f"adapters, {kind}/{before} -> {after}", resume_adapters(models[kind], kind, layout, place))
+            (layout, _), checkpoint = adapters[kind][after], folder / "adapters" / kind / before
+            did(f"adapters, {kind}/{before} -> {after}", resume_adapters(models[kind], kind, layout, checkpoint))
     if dist.get_rank() == 0:
         torch.save(report, out)

@@ -157,11 +157,11 @@ def learner(
     **settings: Any,
 ) -> Learner:
     """Build a learner of two agents. settings: arguments in OF_LEARNER, and fields of its PolicyConfig."""
-    own = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
+    arguments = {name: settings.pop(name) for name in OF_LEARNER if name in settings}
     policy = PolicyConfig.model_validate({"dtype": "float32", "optimizer": OPTIMIZER, **settings})
     objectives = [objective or PolicyObjective()] * 2 if not isinstance(objective, Sequence) else objective
     return Learner(
-        policy, folder, objectives=objectives, mpt=mpt or MptConfig(scope="off"), total_steps=10, seed=0, **own
+        policy, folder, objectives=objectives, mpt=mpt or MptConfig(scope="off"), total_steps=10, seed=0, **arguments
     )
 
 
@@ -253,7 +253,7 @@ def plain_step(
 
     objectives: one per agent.
     """
-    model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
+    model, frozen, result = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():
         old = {s.uid: hf_logprobs(model, s)[0] for part in updates for s in part}
@@ -267,12 +267,12 @@ def plain_step(
     for part in updates:
         terms: dict[int, list[Tensor]] = {}  # terms of each sample's tokens, by agent
         for sample in part:
-            logp, entropy = own, _ = hf_logprobs(model, sample)
+            logp, entropy = logp_of_gate, _ = hf_logprobs(model, sample)
             if mpt.temperature == 1:
-                own, entropy = hf_logprobs(model, replace(sample, temperature=1.0))
+                logp_of_gate, entropy = hf_logprobs(model, replace(sample, temperature=1.0))
             keep = torch.ones_like(logp)
             if mpt.scope == "sample" and sample.is_positive and float(entropy.detach().mean()) < mpt.entropy:
-                keep = (own.detach().exp() < mpt.probability).float()
+                keep = (logp_of_gate.detach().exp() < mpt.probability).float()
             objective, ratio = objectives[sample.agent], (logp - old[sample.uid]).exp()
             clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
             surrogate = torch.minimum(ratio * sample.advantage, clamped * sample.advantage)
@@ -286,9 +286,9 @@ def plain_step(
                 "k2": held * x**2 / 2,
                 "k3": i * ((-x).exp() + x - 1),
             }[objective.kl]
-            found.masked += int((keep == 0).sum())
-            found.clipped += int((surrogate < ratio * sample.advantage).sum())
-            found.kl += float(kl.detach().sum())
+            result.masked += int((keep == 0).sum())
+            result.clipped += int((surrogate < ratio * sample.advantage).sum())
+            result.kl += float(kl.detach().sum())
             agent = sample.agent if average.denominator == "agent" else 0
             terms.setdefault(agent, []).append(keep * (objective.kl_coef * kl - surrogate))
         mean = {
@@ -299,9 +299,9 @@ def plain_step(
         loss = torch.stack([mean(each) for each in terms.values()]).sum()
         adam.zero_grad()
         loss.backward()
-        found.losses.append(float(loss.detach()))
-        found.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
+        result.losses.append(float(loss.detach()))
+        result.norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.grad_clip)))
         adam.step()
     model.save_pretrained(folder.parent / "after")
-    found.weights = load_file(folder.parent / "after" / "model.safetensors")
-    return found
+    result.weights = load_file(folder.parent / "after" / "model.safetensors")
+    return result

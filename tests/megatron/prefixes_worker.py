@@ -196,12 +196,12 @@ def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, Callable[[], None
         zero, modules = optimizer.zero_grad, bank.adapters
 
         def gradients() -> dict[str, Any]:
-            found = {}
+            named = {}
             for slot, module in enumerate(modules):
                 rows = {kind: rows.gradients[row] for kind, rows, row in bank.rows_of(slot)}
                 pairs = zip(module.matrices(), bank.views(module, rows), strict=True)
-                found |= {f"{slot}.{name}.{letter}": view.clone() for (name, letter, _), view in pairs}
-            return found
+                named |= {f"{slot}.{name}.{letter}": view.clone() for (name, letter, _), view in pairs}
+            return named
 
     else:
         model, ddp = build_model(shape, layout, policy)
@@ -284,11 +284,11 @@ def compare(folder: str, case: dict[str, Any]) -> dict[str, float]:
     gathered: list[Any] = [None] * dist.get_world_size()
     own = [{tokens.uid: tokens for tokens in each.tokens} for each in (stats, stats_of_tree)]
     dist.all_gather_object(gathered, (own, off, [list(each.samples) for each in (stats, stats_of_tree)]))
-    found, expected = ({uid: t for part in gathered for uid, t in part[0][which].items()} for which in (1, 0))
-    assert found.keys() == expected.keys() and len(found) == len(family())
+    tokens_of_tree, expected = ({uid: t for part in gathered for uid, t in part[0][which].items()} for which in (1, 0))
+    assert tokens_of_tree.keys() == expected.keys() and len(tokens_of_tree) == len(family())
     off = {name: max(part[1][name] for part in gathered) for name in off}
     for name in ("logprobs", "entropy", "marks"):
-        pairs = [(getattr(found[uid], name), getattr(expected[uid], name)) for uid in expected]
+        pairs = [(getattr(tokens_of_tree[uid], name), getattr(expected[uid], name)) for uid in expected]
         off[name] = max(float(np.abs(a.astype(np.float64) - b).max()) for a, b in pairs)
     samples = [{s.uid: s for part in gathered for s in part[2][which]} for which in (0, 1)]
     assert samples[0].keys() == samples[1].keys()

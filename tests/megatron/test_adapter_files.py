@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_more_than_pairs_is_refused_by_name(kind: str, model: Path, tmp_path: Path) -> None:
+def test_peft_features_beyond_lora_pairs_are_refused_by_name(kind: str, model: Path, tmp_path: Path) -> None:
     settings, reason = REFUSED[kind]
     made_by_peft(model, tmp_path / "a", **settings)
     with pytest.raises(ValueError, match=reason):
@@ -248,7 +248,7 @@ def words_of(folder: Path) -> list[str]:
     return [*words, f"data.demonstrations={folder}/demos.jsonl"]
 
 
-def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_entry_point_refuses_an_adapter_it_would_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Dry run, evaluation, sft, learner and both engines refuse an adapter that has more than they use."""
     words, model = words_of(tmp_path), tmp_path / "model"
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
@@ -340,7 +340,7 @@ def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path) -> 
                 preflight(config, world_size=1)
 
 
-def test_a_start_of_another_base_is_warned_of(tmp_path: Path) -> None:
+def test_a_start_trained_on_another_base_gets_a_warning(tmp_path: Path) -> None:
     words = words_of(tmp_path)
     model, copy = tmp_path / "model", tmp_path / "copy"
     shutil.copytree(model, copy)

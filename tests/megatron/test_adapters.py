@@ -76,8 +76,8 @@ def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_
     assert {name: tuple(tensor.shape) for name, tensor in before.items()} == tensor_shapes(shape, settings)
     assert all(bool(tensor.any()) == name.endswith("lora_A.weight") for name, tensor in before.items())
     trained(policy)
-    own = tiny.weights(policy)
-    assert all(not torch.equal(own[name], before[name]) for name in before)
+    after = tiny.weights(policy)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
     assert all(torch.equal(parameter, base[name]) for name, parameter in policy.model.named_parameters())
     tiny.save(policy, tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "index.json").read_text("utf-8"))
@@ -86,8 +86,8 @@ def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_
     states = {f"optimizer.state.{key}.{name}" for key in ("param", "exp_avg", "exp_avg_sq") for name in stored}
     assert all("lora_" in name for name in stored) and index["tensors"].keys() == stored | states
     export(tmp_path / "saved", tmp_path / "peft")
-    for found in (read_tensors(tmp_path / "peft"), tiny.weights(adapted(model, kind, str(tmp_path / "peft")))):
-        assert tiny.largest_difference(found, own) == 0
+    for tensors in (read_tensors(tmp_path / "peft"), tiny.weights(adapted(model, kind, str(tmp_path / "peft")))):
+        assert tiny.largest_difference(tensors, after) == 0
     again = adapted(model, kind)
     again.load(tmp_path / "saved")
     assert trained(again, seed=1) == trained(policy, seed=1)
@@ -96,7 +96,7 @@ def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_
 
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
+def test_peft_and_transformers_score_an_export_as_the_learner(kind: str, merge: bool, tmp_path: Path) -> None:
     """PEFT scores the adapter, transformers the merged model."""
     model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind, peft_directory(model, tmp_path / "start", ADAPTERS[kind]))
@@ -244,12 +244,12 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
         (update,) = scatter(joint, group.shard(64))
         num_policies = max(len({POLICIES[agent] for agent in each.agents}) for each in update.micro_batches)
         assert num_policies == (2 if kind == "qwen3" and number != 1 else 1)
-        found = group.train_step([update], by_agent=True, keep=uids)
+        stats = group.train_step([update], by_agent=True, keep=uids)
         # A policy without samples is not moved by its momentum.
         assert (tiny.largest_difference(tiny.weights(shared["b"]), before) == 0) == (number == 1)
         for name, policy in apart.items():
             updates = scatter(update_of(batch(number)[name]), policy.shard(64))
-            alone, other = policy.train_step(updates, by_agent=True, keep=uids), found[name]
+            alone, other = policy.train_step(updates, by_agent=True, keep=uids), stats[name]
             assert (other.is_empty, other.is_updated, other.lr) == (alone.is_empty, alone.is_updated, alone.lr)
             assert other.loss == pytest.approx(alone.loss, abs=2e-6)
             assert other.grad_norm == pytest.approx(alone.grad_norm, rel=2e-4)
@@ -260,9 +260,9 @@ def test_shared_micro_batches_train_each_policy_as_its_own(kind: str, recompute:
             assert norms == pytest.approx(expected, rel=2e-4)
             assert {each.uid for each in other.tokens} == {each.uid for each in alone.tokens}
     for name in LR:
-        mine = tiny.weights(shared[name])
-        assert tiny.largest_difference(mine, tiny.weights(apart[name])) < 5e-4
-        assert any(bool(tensor.any()) for n, tensor in mine.items() if "lora_B" in n)
+        weights = tiny.weights(shared[name])
+        assert tiny.largest_difference(weights, tiny.weights(apart[name])) < 5e-4
+        assert any(bool(tensor.any()) for n, tensor in weights.items() if "lora_B" in n)
 
 
 @pytest.mark.parametrize("kind", PAIRS)
@@ -305,9 +305,9 @@ def test_another_number_of_adapters_trains_each_as_before(kind: str, tmp_path: P
 def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> None:
     learners = two(tiny.save_model("qwen3", tmp_path / "model"), "qwen3")
     (group,) = groups(learners, POLICIES)
-    own = batch(0)
-    own["b"][0] = replace(own["b"][0], advantage=float("nan"))
-    updates = scatter(joined([update_of(each) for each in own.values()]), group.shard(1024))
+    samples = batch(0)
+    samples["b"][0] = replace(samples["b"][0], advantage=float("nan"))
+    updates = scatter(joined([update_of(each) for each in samples.values()]), group.shard(1024))
     assert len(updates[0].micro_batches) == 1
     found = group.train_step(updates)
     assert (found["a"].is_updated, found["a"].is_skipped) == (True, False)

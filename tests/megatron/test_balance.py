@@ -123,13 +123,13 @@ def test_a_later_update_counts_under_its_own_weights(folder: Path, tmp_path: Pat
         (2, {"router_replay": "recompute"}, 4),  # the pass that records the experts counts them
     ],
 )
-def test_experts_are_counted_in_a_pass_that_is_made_anyway(
+def test_experts_are_counted_with_few_extra_passes(
     folder: Path, cuts: int, settings: dict[str, Any], passes: int
 ) -> None:
-    policy, found = learner(folder, **settings), list[int]()
-    policy.model.register_forward_hook(lambda *_: found.append(1))
+    policy, forwards = learner(folder, **settings), list[int]()
+    policy.model.register_forward_hook(lambda *_: forwards.append(1))
     stats = tiny.step(policy, tiny.micro_batches(samples_of_equal_worth(), cuts))
-    assert len(found) == passes
+    assert len(forwards) == passes
     assert stats.load is not None
 
 

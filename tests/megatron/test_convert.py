@@ -49,7 +49,7 @@ def edited(folder: Path, **changes: object) -> Path:
         ("mistral", {"rope_parameters": None}, "has no rope_theta"),
     ],
 )
-def test_what_config_json_may_not_say(kind: str, changes: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_unsupported_config_json_is_refused(kind: str, changes: dict[str, object], says: str, tmp_path: Path) -> None:
     folder = edited(save_model(kind, tmp_path / "m"), **changes)
     with pytest.raises(ValueError, match=says) as refusal:
         learner(folder)
@@ -70,7 +70,7 @@ def test_a_mistral_is_used_within_its_sliding_window(
     assert read_shape(folder).max_positions == positions
 
 
-def test_older_files_of_llama_have_the_rope_beside_its_scaling(tmp_path: Path) -> None:
+def test_older_llama_configs_with_rope_scaling_are_read(tmp_path: Path) -> None:
     folder = save_model("llama", tmp_path / "m")
     expected = read_shape(folder)
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]

@@ -40,36 +40,36 @@ def done(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> tuple
             tensor.view(-1)[::STRIDE] *= 1.5
         save_file(tensors, Path(f"{path}_changed") / "model.safetensors", metadata={"format": "pt"})
     cases = {name: (models[kind], *rest) for name, (kind, *rest) in CASES.items()}
-    found = two_ranks.run(Path(direct_worker.__file__), {"folder": str(folder), "cases": cases})
-    return folder, found
+    findings = two_ranks.run(Path(direct_worker.__file__), {"folder": str(folder), "cases": cases})
+    return folder, findings
 
 
 @pytest.fixture(params=CASES)
-def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
+def findings(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
     """Findings of direct_worker in one case, by kind of sync: shm (files), nccl, ipc and changes."""
     report: dict[str, Any] = done[1][request.param]
     return report
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_direct_sync_equals_file_sync_and_names_a_changed_bit(found: dict[str, Any], kind: str) -> None:
-    assert found[kind]["held"] == found["shm"]["held"]
-    assert found[kind]["held"][0] == found[kind]["held"][1]
-    assert found["ipc"]["asleep"] == found["shm"]["asleep"] == found["shm"]["held"]  # trainer.sleep
-    assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
-    assert found[kind]["probe"] == found["shm"]["probe"]
-    name, error = found[kind]["spoiled"]
+def test_direct_sync_equals_file_sync_and_names_a_changed_bit(findings: dict[str, Any], kind: str) -> None:
+    assert findings[kind]["held"] == findings["shm"]["held"]
+    assert findings[kind]["held"][0] == findings[kind]["held"][1]
+    assert findings["ipc"]["asleep"] == findings["shm"]["asleep"] == findings["shm"]["held"]  # trainer.sleep
+    assert findings[kind]["bytes"] == findings["shm"]["bytes"] > 9 * BUCKET
+    assert findings[kind]["probe"] == findings["shm"]["probe"]
+    name, error = findings[kind]["spoiled"]
     assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
 
 
 def test_delta_sync_equals_file_sync_and_resends_after_a_loss(
-    found: dict[str, Any],
+    findings: dict[str, Any],
 ) -> None:
-    (first, whole, _), (changes, num_bytes, share) = found["changes"]["first"], found["changes"]["changes"]
-    assert changes == found["changes"]["files"][0] and changes[0] == changes[1] != first[0]
+    (first, whole, _), (changes, num_bytes, share) = findings["changes"]["first"], findings["changes"]["changes"]
+    assert changes == findings["changes"]["files"][0] and changes[0] == changes[1] != first[0]
     assert 1 / STRIDE <= share < 1.2 / STRIDE  # the first number of each tensor changes too
     assert 1.5 / STRIDE < num_bytes / whole < 3 / STRIDE  # a changed number takes 1.5 (float32) or 2 times its size
-    assert found["changes"]["after a loss"] == [changes, whole, None]
+    assert findings["changes"]["after a loss"] == [changes, whole, None]
 
 
 @pytest.mark.parametrize("experts", ["cut", "spread"])
@@ -77,13 +77,13 @@ def test_delta_sync_equals_file_sync_and_resends_after_a_loss(
 def test_tensor_parallel_engine_shards_get_their_halves(
     done: tuple[Path, dict[str, Any]], kind: str, experts: str
 ) -> None:
-    folder, found = done
+    folder, findings = done
     halves = torch.load(folder / f"{kind}_{experts}.pt", weights_only=True)
     tensors = load_file(folder / "qwen3_moe" / "model.safetensors")
     for part, half in enumerate(halves):
         shard = EngineShard.of(part, 2, 2, spreads_experts=experts == "spread")
         expected = dict(fuse(tensors, shard=shard))
         assert half.keys() == expected.keys() and all(torch.equal(half[name], expected[name]) for name in half)
-    said = found["tp2_ep2_halves"]["halves"][f"{kind}_{experts}"]
-    assert "version 2: engine 1 does not hold what was sent: 1 of" in said
-    assert "first shard 1 of 2: lm_head.weight (checksum" in said
+    error = findings["tp2_ep2_halves"]["halves"][f"{kind}_{experts}"]
+    assert "version 2: engine 1 does not hold what was sent: 1 of" in error
+    assert "first shard 1 of 2: lm_head.weight (checksum" in error

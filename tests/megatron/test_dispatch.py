@@ -44,7 +44,7 @@ OVERLAPPED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("dispatch")
     model = save_model("qwen3_moe", folder / "m")
     job = {"out": str(folder / "found.pt"), "model": str(model), "cases": CASES, "overlaps": OVERLAPPED}
@@ -60,9 +60,9 @@ def found(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> dict
     [("deepep", ["combine", "dispatch"]), ("hybridep", ["combine_with_unpermute", "dispatch_with_permute"])],
 )
 def test_every_dispatcher_takes_the_same_steps(
-    found: dict[str, Any], case: str, dispatcher: str, calls: list[str]
+    results: dict[str, Any], case: str, dispatcher: str, calls: list[str]
 ) -> None:
-    expected, other = found[f"{case}/alltoall"], found[f"{case}/{dispatcher}"]
+    expected, other = results[f"{case}/alltoall"], results[f"{case}/{dispatcher}"]
     assert (expected["calls"], other["calls"]) == ([], calls)
     for ours, theirs in zip(other["stats"], expected["stats"], strict=True):
         assert ours == pytest.approx(theirs, rel=2e-6)
@@ -72,8 +72,8 @@ def test_every_dispatcher_takes_the_same_steps(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OVERLAPPED)
 @pytest.mark.parametrize("dispatcher", dispatch_worker.DISPATCHERS)
-def test_overlapped_micro_batches_take_the_same_steps(found: dict[str, Any], case: str, dispatcher: str) -> None:
-    plain, overlapped = found[f"{case}/{dispatcher}"]
+def test_overlapped_micro_batches_take_the_same_steps(results: dict[str, Any], case: str, dispatcher: str) -> None:
+    plain, overlapped = results[f"{case}/{dispatcher}"]
     assert overlapped["stats"] == plain["stats"]
     assert largest_difference(overlapped["weights"], plain["weights"]) == 0.0
     forward, backward = ["forward 1", "forward 2"], ["backward 2", "backward 1"]
@@ -81,7 +81,7 @@ def test_overlapped_micro_batches_take_the_same_steps(found: dict[str, Any], cas
     assert overlapped["order"] == [*forward, "forward 1", "backward 2", "forward 2", "backward 1", *backward] * 2
 
 
-def test_a_library_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dispatcher_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_dispatcher("alltoall", 1) is None
     assert why_not_dispatcher("deepep", 2) == "PyTorch sees no CUDA device"
     monkeypatch.setattr(layer_choice.torch.cuda, "is_available", lambda: True)

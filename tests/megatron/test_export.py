@@ -95,7 +95,7 @@ def test_a_large_model_is_cut_into_files_and_read_layer_by_layer(tmp_path: Path)
     assert largest_difference(weights(learner(tmp_path / "out")), weights(learner(source))) == 0.0
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsuitable_export_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     for name in ("big", "small"):
         (tmp_path / name).mkdir()

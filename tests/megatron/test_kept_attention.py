@@ -101,7 +101,7 @@ def kept_attention(attend: Any) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("name", ["flash", "cpu", "reference"])
 @pytest.mark.parametrize("lengths", CU_SEQLENS)
-def test_gradient_is_that_of_one_forward_pass(name: str, lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_equals_that_of_one_forward_pass(name: str, lengths: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shim.install()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ def test_without_a_gpu_ours_are_chosen_and_doctor_says_why() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     assert choose_layers().layers == "ours"
-    told = {finding.name: (finding.is_used, finding.detail) for finding in examine()}
-    assert told["layer spec: TransformerEngine"] == (False, "PyTorch sees no CUDA device")
-    assert told["megatron's fused gradient accumulation"] == (False, "PyTorch sees no CUDA device")
+    findings = {finding.name: (finding.is_used, finding.detail) for finding in examine()}
+    assert findings["layer spec: TransformerEngine"] == (False, "PyTorch sees no CUDA device")
+    assert findings["megatron's fused gradient accumulation"] == (False, "PyTorch sees no CUDA device")
 
 
 def test_transformer_engine_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:

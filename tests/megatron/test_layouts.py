@@ -130,13 +130,13 @@ def test_a_run_goes_on_under_another_layout_as_under_its_own(
 
 
 @pytest.mark.parametrize(("name", "router_replay"), [(name, each) for name, own in UPDATED.items() for each in own])
-def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
+def test_two_ranks_compute_the_updates_of_one(reports: dict[str, Any], name: str, router_replay: str) -> None:
     """Covers several updates, the KL reference, replayed experts, means over samples and agents, and kept tokens."""
-    (steps, kept, said), (expected_steps, expected_kept, _) = (
+    (steps, kept, errors), (expected_steps, expected_kept, _) = (
         reports[f"{of}, {router_replay}"] for of in (name, "one")
     )
     too_long = "rank 0: ValueError: packing: a sequence has"
-    assert len(said) == 2 and all(each.startswith("scatter: ") and too_long in each for each in said)
+    assert len(errors) == 2 and all(each.startswith("scatter: ") and too_long in each for each in errors)
     for found, expected in zip(steps, expected_steps, strict=True):
         assert found[:4] == pytest.approx(expected[:4], rel=2e-4)  # within rounding after three AdamW updates
         tokens, differ, choices, choices_differ = found[4:]
@@ -155,16 +155,16 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
 @pytest.mark.parametrize("case", [f"{kind}/{name}" for kind, own in ADAPTED.items() for name in own])
 def test_adapters_train_resume_and_export_as_on_one_rank(case: str, reports: dict[str, Any], tmp_path: Path) -> None:
     kind, _, name = case.partition("/")
-    found, one = reports[f"adapters, {case}"], reports[f"adapters, {kind}/one"]
-    assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # including norms
-    assert found["base stays"]
-    assert reports[f"adapters, {case} -> {name}"] == pytest.approx(found["third"], rel=1e-5, abs=1e-7)
-    assert reports[f"adapters, {case} -> one"] == pytest.approx(found["third"], rel=1e-4, abs=2e-6)
+    results, one = reports[f"adapters, {case}"], reports[f"adapters, {kind}/one"]
+    assert results["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # including norms
+    assert results["base stays"]
+    assert reports[f"adapters, {case} -> {name}"] == pytest.approx(results["third"], rel=1e-5, abs=1e-7)
+    assert reports[f"adapters, {case} -> one"] == pytest.approx(results["third"], rel=1e-4, abs=2e-6)
     for policy in ("a", "b"):
         # Where a gradient is a rounding error, AdamW steps by its sign.
-        assert largest_difference(found[policy], one[policy]) < 2e-3
+        assert largest_difference(results[policy], one[policy]) < 2e-3
         export(reports["folder"] / "adapters" / case / policy, tmp_path / policy)
-        assert largest_difference(read_tensors(tmp_path / policy), found[policy]) == 0.0
+        assert largest_difference(read_tensors(tmp_path / policy), results[policy]) == 0.0
 
 
 SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e-6, False, False, True, 8, 2)

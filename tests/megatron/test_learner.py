@@ -24,7 +24,7 @@ from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.learner.trained_tokens import GATED, MASKED
 
 
-def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
+def test_the_gradient_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(9)
     policy = tiny.learner(folder, optimizer=tiny.OPTIMIZER.model_copy(update={"lr": 0.0}))
@@ -179,7 +179,7 @@ def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_pa
     assert found == {"output_layer.weight"} | experts
 
 
-def test_old_policies(tmp_path: Path) -> None:
+def test_each_old_policy_clips_by_its_own_ratio(tmp_path: Path) -> None:
     """pois and recompute have ratio 1 for a single update; sais clips relative to the rollout's log-probs."""
     folder, samples = tiny.save_model("qwen3", tmp_path / "m"), tiny.sequences(6)
     batch, stats = pack(samples), {}
@@ -221,7 +221,7 @@ def test_a_deeper_second_policy_trains_in_the_same_process(tmp_path: Path) -> No
         assert tiny.step(tiny.learner(folder, router_aux_loss=0.05), [pack(tiny.sequences(6))]).grad_norm > 0
 
 
-def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
+def test_batch_scope_needs_one_micro_batch(tmp_path: Path) -> None:
     mpt, samples = MptConfig(scope="batch", entropy=4.0, probability=0.02), tiny.sequences(6)
     policy = tiny.learner(tiny.save_model("qwen3", tmp_path / "m"), mpt=mpt)
     with pytest.raises(ValueError, match="mpt.scope=batch .* a rank has 2"):

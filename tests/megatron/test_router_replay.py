@@ -91,10 +91,10 @@ def test_forced_experts_give_the_gradient_of_transformers(normalises: bool, tmp_
     assert stats.replay is not None
     differ = choices = 0
     layers = [torch.stack(judge.seen[i : i + LAYERS], 1) for i in range(0, len(judge.seen), LAYERS)]
-    for s, own in zip(samples, layers, strict=True):
+    for s, chosen in zip(samples, layers, strict=True):
         assert s.routed_experts is not None
         forced = torch.from_numpy(s.routed_experts).long().sort(-1).values
-        is_other = (own[:-1].sort(-1).values != forced).any(-1)
+        is_other = (chosen[:-1].sort(-1).values != forced).any(-1)
         differ, choices = differ + int(is_other.any(-1).sum()), choices + int(is_other.sum())
     assert (stats.replay.tokens_differ, stats.replay.choices_differ) == (differ, choices)
     assert stats.replay.tokens == sum(s.num_tokens - 1 for s in samples) > differ > 0
@@ -104,15 +104,15 @@ def test_forced_experts_give_the_gradient_of_transformers(normalises: bool, tmp_
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_ones_own_choices_change_no_bit(recompute: str, tmp_path: Path) -> None:
+def test_replaying_the_trainers_own_experts_changes_no_bit(recompute: str, tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(6)
-    found = []
+    runs = []
     for router_replay in ("none", "recompute"):
         policy = tiny.learner(folder, router_replay=router_replay, recompute=recompute)
         stats = [tiny.step(policy, tiny.micro_batches(samples, 2)) for _ in range(2)]
-        found.append((stats, tiny.weights(policy)))
-    (plain, expected), (replayed, same) = found
+        runs.append((stats, tiny.weights(policy)))
+    (plain, expected), (replayed, same) = runs
     assert tiny.largest_difference(expected, same) == 0.0
     assert [(s.loss, s.grad_norm) for s in plain] == [(s.loss, s.grad_norm) for s in replayed]
     assert [s.replay for s in plain] == [None, None]
@@ -127,13 +127,13 @@ def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(8)
     parts = [samples[:4], samples[4:]]
-    own = Judge(folder)  # the experts that the initial weights choose
+    judge = Judge(folder)  # the experts that the initial weights choose
     recorded = []
     with torch.no_grad():
         for s in samples:
-            own.seen.clear()
-            tiny.hf_logprobs(own.model, s)
-            recorded.append(torch.stack(own.seen, 1)[:-1].numpy().astype(np.uint8))
+            judge.seen.clear()
+            tiny.hf_logprobs(judge.model, s)
+            recorded.append(torch.stack(judge.seen, 1)[:-1].numpy().astype(np.uint8))
     forced = [replace(s, routed_experts=e) for s, e in zip(samples, recorded, strict=True)]
     stats, after = [], []
     for router_replay, batches in (("recompute", parts), ("rollout", [forced[:4], forced[4:]]), ("none", parts)):

@@ -74,12 +74,12 @@ def of_two(folders: dict[str, str], two_ranks: RankPair) -> dict[str, dict[str, 
     return found
 
 
-def check(found: dict[str, float]) -> None:
+def check(differences: dict[str, float]) -> None:
     """Check the differences. The bound is the rounding of a float64 sum of some hundred terms; old log-probs are float32."""
-    sizes = found.pop("computed"), found.pop("flat")
+    sizes = differences.pop("computed"), differences.pop("flat")
     assert 0 < sizes[0] < 0.9 * sizes[1]
-    assert found.pop("gated_samples") > 0
-    assert max(found.values()) < 1e-12, found
+    assert differences.pop("gated_samples") > 0
+    assert max(differences.values()) < 1e-12, differences
 
 
 @pytest.mark.parametrize("name", ONE)
@@ -101,7 +101,7 @@ def test_a_step_of_trees_is_that_of_flat_batches(settings: dict[str, Any], tmp_p
     """Compares two float32 updates, of which the second has old log-probs, and each agent's gradient norm."""
     folder, other = (tiny.save_model("qwen3", tmp_path / f"{seed}", seed=seed) for seed in range(2))
     parts = [prefixes_worker.family(seed) for seed in range(2)]
-    found = []
+    numbers = []
     for prefixes in ("off", "on"):
         reference = other if "objective" in settings else None
         policy = tiny.learner(folder, reference_dir=reference, **settings)
@@ -110,10 +110,10 @@ def test_a_step_of_trees_is_that_of_flat_batches(settings: dict[str, Any], tmp_p
         stats = policy.train_step(updates, by_agent=True)
         sums = [value for name, values in stats.agent_sums.items() if name != "weighted_nll" for value in values]
         norms = [norm or 0.0 for norm in stats.agent_grad_norms]
-        found.append([stats.loss, stats.grad_norm, stats.gated_samples, stats.k3, *sums, *norms])
+        numbers.append([stats.loss, stats.grad_norm, stats.gated_samples, stats.k3, *sums, *norms])
         assert all(bool(batch.paths) == (prefixes == "on") for update in updates for batch in update.micro_batches)
-    assert found[1] == pytest.approx(found[0], rel=2e-5, abs=1e-5)
-    assert found[0][2] > 0 or "mpt" not in settings
+    assert numbers[1] == pytest.approx(numbers[0], rel=2e-5, abs=1e-5)
+    assert numbers[0][2] > 0 or "mpt" not in settings
 
 
 def test_a_tree_without_a_trained_token_adds_nothing(tmp_path: Path) -> None:
@@ -142,16 +142,16 @@ class _KeepsKeys(torch.autograd.Function):
 def test_attention_keeps_no_copy_of_a_shared_key() -> None:
     from marsrl.trainer.learner.megatron.attention import gather_rows, save_ungathered
 
-    own = [torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    ungathered = [torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     rows = torch.tensor([0, 1, 0, 2, 0, 3])
-    expected = torch.autograd.grad((_KeepsKeys.apply(*(x[rows] for x in own)) ** 2).sum(), own)
-    k, v = (gather_rows(x, rows) for x in own)
+    expected = torch.autograd.grad((_KeepsKeys.apply(*(x[rows] for x in ungathered)) ** 2).sum(), ungathered)
+    k, v = (gather_rows(x, rows) for x in ungathered)
     copies = [weakref.ref(x.untyped_storage()) for x in (k, v)]
-    with save_ungathered(((k, own[0]), (v, own[1])), rows):
+    with save_ungathered(((k, ungathered[0]), (v, ungathered[1])), rows):
         output = _KeepsKeys.apply(k, v)
     del k, v
     assert [copy() for copy in copies] == [None, None]
-    for gradient, other in zip(torch.autograd.grad((output**2).sum(), own), expected, strict=True):
+    for gradient, other in zip(torch.autograd.grad((output**2).sum(), ungathered), expected, strict=True):
         assert torch.allclose(gradient, other, rtol=1e-14)
 
 

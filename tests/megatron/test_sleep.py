@@ -33,12 +33,12 @@ def sizes(learner: Learner) -> Iterator[int]:
 
 def trained(learner: Learner, folder: Path) -> list[Any]:
     """Return the losses and weights of three steps, with a sleep after each, and of a fourth step after a load."""
-    found: list[Any] = []
+    results: list[Any] = []
     batches = tiny.micro_batches(tiny.sequences(6), 2)
     for number in range(4):
-        found.append(tiny.step(learner, batches).loss)
+        results.append(tiny.step(learner, batches).loss)
         awake = tiny.weights(learner)
-        found.append(awake)
+        results.append(awake)
         if number == 2:
             tiny.save(learner, folder)
         learner.sleep()
@@ -50,9 +50,9 @@ def trained(learner: Learner, folder: Path) -> list[Any]:
         if number == 2:
             learner.load(folder)
             assert any(sizes(learner)) == (not learner.sleeps or learner.base is not None)
-    found.append(learner.score(batches))
+    results.append(learner.score(batches))
     assert all(sizes(learner))
-    return found
+    return results
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,15 @@ def update(policy: Learner, samples: list[TrainSequence], average: Average | Non
     return Update(tuple(split(found.sequences, policy.shard(64))), found.normaliser)
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
+def close(weights: dict[str, Tensor], expected: dict[str, Tensor], steps: int) -> None:
     """Compare weights, and allow for AdamW's first steps, which are lr * sign(g).
 
     If the gradient g is only a rounding error, as for a key's bias, its sign is arbitrary, and weights may differ by such a step.
     """
-    assert tiny.largest_difference(found, expected) < 2.1 * steps * tiny.OPTIMIZER.lr
+    assert tiny.largest_difference(weights, expected) < 2.1 * steps * tiny.OPTIMIZER.lr
     names = [name for name in expected if not name.endswith("k_proj.bias")]
-    assert max(float((found[n] - expected[n]).abs().median()) for n in names) < (2e-7 if steps == 1 else 1e-6)
-    off = sum(int(((found[n] - expected[n]).abs() > (2e-4 if steps == 1 else 1e-4)).sum()) for n in names)
+    assert max(float((weights[n] - expected[n]).abs().median()) for n in names) < (2e-7 if steps == 1 else 1e-6)
+    off = sum(int(((weights[n] - expected[n]).abs() > (2e-4 if steps == 1 else 1e-4)).sum()) for n in names)
     assert off <= (0 if steps == 1 else 0.002) * sum(w.numel() for w in expected.values())
 
 
@@ -93,7 +93,7 @@ def test_a_step_equals_plain_pytorch(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: Path) -> None:
     """Optimizers clip inside their update on GPUs, and before it on CPUs. The last update is not clipped."""
-    folder, samples, found = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
+    folder, samples, weights = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
     optimizer = tiny.OPTIMIZER.model_copy(update={"grad_clip": 0.1})
     for inside in (False, True):
         policy = tiny.learner(folder, dtype=dtype, optimizer=optimizer)
@@ -101,25 +101,25 @@ def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: 
         for clip in (0.1, 0.1, 1e9):
             policy.optimizer._clip = clip
             assert policy.train_step([update(policy, samples)]).grad_norm > 0.1
-        found.append(tiny.weights(policy))
+        weights.append(tiny.weights(policy))
     # A bfloat16 weight may round to its neighbour.
     allowed = 1e-5 if dtype == "float32" else 2.0**-7
-    assert tiny.largest_difference(*found) <= allowed
+    assert tiny.largest_difference(*weights) <= allowed
 
 
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
-def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> None:
+def test_the_reference_changes_the_step(kl: str, tmp_path: Path) -> None:
     folder, samples = tiny.save_model("qwen3", tmp_path / "m"), tiny.sequences(3)
-    found = []
+    weights = []
     for seed in (1, 2):
         reference = tiny.save_model("qwen3", tmp_path / f"r{seed}", seed=seed)
         policy = tiny.learner(folder, objective=replace(KL, kl=kl), reference_dir=reference)  # type: ignore[arg-type]
         policy.train_step([update(policy, samples)])
-        found.append(tiny.weights(policy))
-    assert tiny.largest_difference(*found) > tiny.OPTIMIZER.lr
+        weights.append(tiny.weights(policy))
+    assert tiny.largest_difference(*weights) > tiny.OPTIMIZER.lr
 
 
-def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> None:
+def test_a_kl_penalty_in_the_reward_lowers_advantages(tmp_path: Path) -> None:
     """A token's penalty is the sum of log-ratios (sampling weights to reference) from it on, less a mean.
 
     The mean is over tokens of the agent's other samples.
@@ -154,7 +154,7 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kl_in", "coefs"), [("loss", (0.2, 0.0)), ("reward", (0.0, 0.2))])
-def test_a_runs_kl_is_where_its_settings_say(kl_in: str, coefs: tuple[float, float], tmp_path: Path) -> None:
+def test_loss_kl_in_moves_the_kl_term(kl_in: str, coefs: tuple[float, float], tmp_path: Path) -> None:
     model = tiny.save_model("qwen3", tmp_path / "m")
     words = ["task=math", "data.train=x.jsonl", "loss.kl=k2", "loss.kl_coef=0.2", f"loss.kl_in={kl_in}"]
     words += [f"policies.main.{each}" for each in (f"model={model}", "reference=start", "dtype=float32")]
