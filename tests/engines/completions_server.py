@@ -1,4 +1,4 @@
-"""Server in a thread of this process that answers JSON POST and GET requests by a script."""
+"""HTTP server, in a thread of this process, that answers JSON requests by a script."""
 
 from __future__ import annotations
 
@@ -50,14 +50,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def complete(self, text: object, finish: object = "stop", **message: object) -> None:
-        """Send a completion, or a chat completion if the path is one of chat. message: additional fields of the chat message."""
+        """Send a completion, or a chat completion if the request's path asks for one.
+
+        message: additional fields of the chat message.
+        """
         said = {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
         usage = {"prompt_tokens": 11, "completion_tokens": 3}
         choice = {"index": 0, **said, "finish_reason": finish}
         self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager

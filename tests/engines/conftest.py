@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(params=["csrc/cpu", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with both implementations of an op: csrc/cpu's, and PyTorch's, which GPUs use."""
+    """Run the test with both implementations of our C++ code: csrc/cpu, and PyTorch, which GPUs use."""
     if request.param == "torch":
         monkeypatch.setattr(library, "why_no_cpu_library", lambda: "left out by the test")
     elif reason := library.why_no_cpu_library():
@@ -96,7 +96,7 @@ class Judge:
         return TrainerScores([logprobs_of(model, sequence) for sequence in sequences], rounded)
 
     def learner(self, directory: Path, tensors: dict[str, torch.Tensor]) -> GivenLearner:
-        """A learner with these weights."""
+        """Return a learner with these weights and the scores of a model with them."""
         return GivenLearner(tensors, lambda: self.scores(directory, tensors))
 
     def model(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> Any:
@@ -126,14 +126,17 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") starts the real vLLM with that checkpoint, one engine at a time; "qwen3+..." adds _OTHER_OPTIONS."""
+    """vllm_engine("qwen3") -> the real vLLM with that checkpoint; "qwen3+NAME" adds _OTHER_OPTIONS[NAME].
+
+    Only one engine runs at a time.
+    """
     open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:
         if kind not in open_engine:
             for engine in open_engine.values():
                 engine.close()
-                gc.freeze()  # vLLM unfreezes all imports, and collects garbage when it starts
+                gc.freeze()  # close() unfreezes all imported objects, and the next start's collection would scan them
             open_engine.clear()
             model, _, other = kind.partition("+")
             open_engine[kind] = vllm_of(checkpoint(model), _OTHER_OPTIONS[other])
@@ -159,8 +162,9 @@ def engine(kind: str, directory: Path, request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move tests that share the real vLLM to the end, by model, so that each engine starts once per module, and no other test
-    creates process groups meanwhile.
+    """Move tests that share the real vLLM to the end, sorted by model.
+
+    Thus each engine starts once per module, and no other test creates process groups while it runs.
     """
     order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen2", "llama", "mistral"]
     order += ["qwen3+fp8_weights", "qwen3_moe_wide+fp8_weights"]

@@ -89,7 +89,7 @@ class WholeModel:
 
 
 class GivenLearner:
-    """The part of a learner that a sync needs: tensors, and the scores of a model with them."""
+    """The part of a learner that a sync needs: its weights, and scores of the comparison's sequences."""
 
     vocab_size, align, sleeps = 160, 1, False
 
@@ -149,7 +149,7 @@ def pool_of(*engines: Engine, **options: Any) -> EnginePool:
 
 
 def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
-    """Decode all requests to their ends on a single engine."""
+    """Decode all requests to their ends on this engine alone."""
     return generate(pool_of(engine), requests, version)
 
 
@@ -161,7 +161,10 @@ def generate(
     *,
     at_once: bool = True,
 ) -> list[DecodeResult]:
-    """Return the results of all requests, in order, as a stage gets them. progress: receives the tokens decoded so far."""
+    """Submit all requests, as a stage does; return their results in the same order.
+
+    progress: called with the number of tokens decoded so far.
+    """
     before, others = sum(pool.num_decoded()), pool.num_under_way
     pool.give_weights()
     pool.submit(requests, version=version, at_once=at_once)
@@ -176,7 +179,7 @@ def generate(
 
 
 def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
-    """Check that the results have the same uids, tokens and kept tokens as the expected ones; their order does not matter."""
+    """Check that the results, in any order, equal the expected ones; log-probs may differ by ROUNDING."""
     found = {result.uid: result for result in results}
     for right in expected:
         result = found[right.uid]

@@ -1,9 +1,10 @@
 """vLLM's FP8 layers of an H100, without one: `python fp8_worker.py FOLDER RANK WORLD CASE...`, JSON to stdout.
 
-This process pretends to PyTorch and vLLM that it has H100s, which cannot be undone, so it runs nothing else. vLLM's code
-builds layers, loads a checkpoint and rounds it, with all tensors in this host's memory; no kernel uses the results. Then our
-worker receives another checkpoint. The case NAME uses two checkpoints in FOLDER, NAME and NAME_changed. In the case NAME+spread,
-each GPU also has whole experts. The first case must have experts, because otherwise vLLM would make no process group for them.
+This process makes PyTorch and vLLM believe that it has H100s. That cannot be undone, so it runs nothing else. vLLM's code builds
+layers, loads a checkpoint and rounds it, with all tensors in this host's memory; no kernel uses the results. Then our worker
+receives another checkpoint. The case NAME uses two checkpoints in FOLDER, NAME and NAME_changed. In the case NAME+spread, each
+GPU also has whole experts (expert parallelism). The first case must have experts; otherwise vLLM would create no process group
+for them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the checksums that one trainer rank expects of the worker, and the checksums that the worker reports."""
+    """Publish the folder's weights; return the checksums that the sender expects and the worker reports."""
     sender = kind(Ranks(0, 1, lambda told: told or b"", lambda told: [told]), torch.bfloat16, bucket_bytes=BUCKET)
     weights = WholeModel(tensors_of(folder), ())
     sender.agree(weights, [worker.marsrl_shard()])
@@ -102,7 +103,7 @@ def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -
 
 
 def flips(worker: Any, model: nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """Yield each FP8 parameter and the tensors whose checksums change if its last bit is flipped."""
+    """For each FP8 parameter, flip a bit; yield its name and the tensors whose checksums change."""
     right = worker.marsrl_received_checksums()
     for name, tensor in model.named_parameters():
         if tensor.dtype == torch.float8_e4m3fn or name.endswith("_scale_inv"):
@@ -177,11 +178,11 @@ def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:
     from vllm.model_executor.models.registry import _LazyRegisteredModel
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
-    # Each half of an engine is loaded by itself, without NCCL.
+    # The two halves of an engine load independently, without NCCL.
     alone = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
     NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(lambda cls: alone)  # type: ignore[method-assign, assignment]
 
-    # Keeps vLLM from caching in ~/.cache what it finds out about a model class.
+    # Keep vLLM from caching facts about a model class in ~/.cache.
     _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
     print(json.dumps({case: findings(folder, case, rank, world) for case in cases}))
 

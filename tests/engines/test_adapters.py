@@ -59,7 +59,10 @@ def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndar
 def assert_decoded_with(
     model: Path, folders: dict[str, Path], asks: Sequence[DecodeRequest], results: Sequence[DecodeResult]
 ) -> None:
-    """Compare each result's log-probs with PEFT's, with the request's adapter, or with the base model if `folders` lacks it."""
+    """Compare each result's log-probs with PEFT's for the request's adapter.
+
+    If `folders` lacks the adapter, the base model alone is expected.
+    """
     for adapter in dict.fromkeys(ask.adapter for ask in asks):
         own = [(ask, result) for ask, result in zip(asks, results, strict=True) if ask.adapter == adapter]
         whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in own]
@@ -77,10 +80,10 @@ def assert_replaced_beside_others(
     own: Sequence[DecodeRequest],
     others: Sequence[DecodeRequest],
 ) -> int:
-    """Check that the adapter's requests continue with its new version and without cached keys of the old version, and that other
-    requests are undisturbed.
+    """Check that an adapter is replaced while its requests and others are under way.
 
-    Returns the number of tokens that other requests decoded while the adapter was loaded and scored.
+    Its requests continue with the new version, without cached keys of the old one; the others are undisturbed. Returns the number
+    of tokens that other requests decoded while the adapter was loaded and scored.
     """
     undisturbed = generate(pool, others, version=0)
     pool.submit(own, version=0)
@@ -118,7 +121,7 @@ def assert_replaced_beside_others(
 
 
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
-VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # `engine` stands for vLLM's own sampler
+VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # `engine`: with vLLM's own sampler
 every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)
 of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
 Checkpoint = Callable[[str], Path]
@@ -239,8 +242,9 @@ def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> N
 
 @every
 def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served) -> None:
-    """The adapter's probe runs beside the other requests, and before requests that wait for a free sequence of
-    rollout.vllm.max_num_seqs.
+    """The adapter's probe runs beside the other requests, and before any that wait for a free sequence.
+
+    Sequences are limited by rollout.vllm.max_num_seqs.
     """
     folders = dict(served.folders)
     asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
@@ -271,8 +275,9 @@ def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> 
 
 @of_vllm
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """This holds for continued and new requests, also after the base weights were loaded again: vLLM then drops all adapters, and
-    reads each of them again from the path in a request.
+    """Continued and new requests work without them, even after the base weights were loaded again.
+
+    vLLM then drops all adapters, and reads each of them again from the path in a request.
     """
     before, others = served.folders["a"], served.asks("b", "", "b")
     served.engine.submit(others, version=0)

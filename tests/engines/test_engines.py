@@ -94,7 +94,7 @@ def test_an_aborted_request_returns_its_tokens_and_can_go_on(engine):
 
 
 def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
-    """An earlier segment may have the first half of the text. Neighbouring requests with other texts, or with none, continue."""
+    """The first half of the text may be in an earlier segment. Neighbouring requests continue."""
     asks = asks_of(3, length=40)
     whole = decoded(engine, asks)
     ids = whole[0].token_ids.tolist()
@@ -156,7 +156,10 @@ CUTS = ({}, {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 
 
 
 def publish(engine, tensors, judge, directory, version, precision=None, scored=None):
-    """Publish tensors. scored: tensors with which the trainer computes its scores; default: the published tensors."""
+    """Publish tensors to the engine.
+
+    scored: tensors with which the trainer computes its scores; default: the published ones.
+    """
     engines = CheckedEngines(pool_of(engine), vocab_size=160, settings=read_shape(directory).settings())
     sync = FileSync(engines, torch.float32, precision=precision)
     try:
@@ -169,7 +172,7 @@ def publish(engine, tensors, judge, directory, version, precision=None, scored=N
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directory, judge):
-    """Change one group of parameters at a time, keep the old weights of all others, and check decoding and scoring.
+    """Change one group of parameters at a time, and check decoding and scoring.
 
     Log-probs are at the sampling temperature, among the tokens that top_k and top_p keep in our sampler.
     """
@@ -373,8 +376,9 @@ def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync
         report = sync(GivenLearner(new, lambda new=new: judge.scores(directory, new, FP8)), version)
         assert report.comparison.ratio < 2 and report.comparison.noise > 1e-2, part
         found = np.concatenate(engine.score(probe))
+        # The first difference has rounding errors of bfloat16, the second also of FP8.
         off = [np.abs(found - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
-        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's rounding errors, then FP8's
+        assert np.median(off[0]) < np.median(off[1]) / 2, part
 
 
 @OF_FP8

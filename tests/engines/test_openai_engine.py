@@ -49,7 +49,7 @@ def test_text_is_sent_and_tokens_return_in_request_order(ask, renderer):
     others = threading.Semaphore(0)
 
     def reply(handler, body, before):
-        if body["seed"] == 0:  # the first answer comes last
+        if body["seed"] == 0:  # the first request is answered last
             assert others.acquire(timeout=60) and others.acquire(timeout=60)
         handler.complete(f"answer {body['seed']}")
         others.release()

@@ -101,7 +101,7 @@ def test_local_engines_share_collect_time_unless_alone():
 
 
 def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
-    """An engine that decodes only for others would keep the abort until a request of this adapter comes."""
+    """An engine without a request of this adapter would keep the abort, and apply it to the next one."""
     asked = []
 
     class Noted(LocalReplicas):
@@ -162,7 +162,7 @@ def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
 @pytest.mark.slow
 @pytest.mark.smoke
 def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
-    """An actor that this Ray cannot place says why."""
+    """Also, an error while actors start reaches the caller."""
     directory = checkpoint("qwen3_moe")
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
     here = make_pool("main", spec_of(directory, 128), local_config(placement="local"))
@@ -320,8 +320,9 @@ SOON_S = 60.0  # on the engine's clock; far more than a test takes
 
 
 class Steps(ScriptedEngine):
-    """An engine that decodes one token a step, and pauses before each of the steps `halts`. threads: threads that have called the
-    engine.
+    """An engine that decodes one token per step, and pauses before each step in `halts`.
+
+    threads: ids of the threads that have called the engine.
     """
 
     def __init__(self, *halts):
@@ -365,7 +366,7 @@ def test_a_result_waits_a_tenth_of_its_time_for_others():
     engine, thread = started(30, 60)
     for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
         thread.submit(asks(*lengths), version=0)
-        # The first is due at step 22, a tenth after step 20; then at step 51, after step 50.
+        # The first result, of step 20, waits until step 22. In the second round, that of step 50 waits until step 51.
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together
         engine.go[halt].set()
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # due at once, since nothing else is running
@@ -423,7 +424,7 @@ def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, jud
     earlier = actors()  # actors of other tests
     own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
     killer = after(lambda: bool(own()), lambda: own()[0].kill())  # kills the engine while it starts
-    # silence_s is much shorter than the deadline, and must hold even if the caller rarely collects.
+    # silence_s is much shorter than the deadline, and must be kept even if the caller rarely collects.
     with make_pool("main", spec_of(directory, 128), config, silence_s=6.0) as pool:
         killer.join()
         generate(pool, in_groups(1))  # the engine may have been killed just after its start

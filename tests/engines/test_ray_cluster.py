@@ -42,7 +42,7 @@ for hosts in ([RankHost(here, 8, 6)], [RankHost(here, 8, 7)], [RankHost(here, 8,
     tell(cluster.check_owners, hosts, is_shared=False)
 for hosts in ([RankHost(here, 8, 2)], [RankHost(here, 8, 4)], [RankHost(there, 8, 2)]):
     tell(cluster.check_owners, hosts, is_shared=True)
-for gpus, num, wait_s in ((1, 2, 120), (2, 1, 120), (2, 2, 1)):  # Ray gives back what a check has held in its own time
+for gpus, num, wait_s in ((1, 2, 120), (2, 1, 120), (2, 2, 1)):  # Ray releases what a check has held only after a while
     tell(cluster.await_place, "the engines", {"GPU": gpus}, num, wait_s)
 """
 OWN = """
@@ -88,7 +88,7 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
 
 
 class Program:
-    """A program with its output."""
+    """A running program, and the file with its output."""
 
     def __init__(self, words: Sequence[str], out: Path, **variables: str) -> None:
         with open(out, "wb") as console:
@@ -128,7 +128,7 @@ class Program:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[str, Path]]:
-    """Start a cluster that requires a token, with two simulated GPUs, by `ray start --head`; yield its address and HOME."""
+    """Run `ray start --head` with a token and two simulated GPUs; yield the cluster's address and HOME."""
     # A folder of pytest's would be too long a path for Ray's sockets.
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
@@ -220,8 +220,9 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             return program
 
         def join() -> Program:
-            """Join a host. It uses free ports, because all hosts share this machine, and waits 20 s instead of 60 s for a lost
-            head.
+            """Join a host, with free ports, because all hosts share this machine.
+
+            It waits 20 s for a lost head, instead of 60 s.
             """
             words = (
                 f"--address=127.0.0.1:{port}",

@@ -41,8 +41,10 @@ def test_the_noise_is_53_bits_of_splitmix64():
 
 
 def test_the_least_likely_tokens_are_told_apart():
-    """One token has nearly all probability, and 1000 have 8e-10 each; in float32 their cumulative probabilities would be
-    steps."""
+    """One token has nearly all probability, and 1000 others have 8e-10 each.
+
+    In float32, cumulative probabilities of neighbouring tokens would be equal.
+    """
     logits = torch.tensor([[21.0] + [0.0] * 1000])
     cumulative = np.cumsum(logits.log_softmax(-1)[0].exp().double().numpy())
     tokens, _ = draw(logits, rows(1), torch.tensor([1 - 4e-7], dtype=torch.float64))

@@ -23,8 +23,9 @@ def meeting(port: int) -> Rendezvous:
 
 
 def receive(port: int, device: torch.device) -> None:
-    """Receive the buckets of an engine's shard in its own process: report each bucket's checksum to the store, and write MARK
-    into the buffer's last number before giving the buffer back.
+    """Receive the buckets of an engine's shard, in a process of its own.
+
+    Report each bucket's checksum to the store, and write MARK into the buffer's last number before releasing the buffer.
     """
     store = TransferStore(meeting(port))
     buffer = SharedBuffer(store, 0, device, is_relay=False)

@@ -16,8 +16,9 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine, _Running
 
 @pytest.mark.parametrize("records", [Records(), Records(kept_tokens=True), Records(experts=True)])
 def test_outputs_of_steps_are_kept_only_to_record(records: Records) -> None:
-    """One request runs two steps; the second gives two tokens, as with draft tokens. Only the first of a token's log-probs is the
-    sampled token's.
+    """One request runs two steps; the second gives two tokens, as with draft tokens.
+
+    vLLM lists several log-probs per token, of which the first is the sampled token's.
     """
     steps = [([5], [[-0.1, -0.2]]), ([6, 7], [[-0.3, -0.4], [-0.5, -0.6]])]
     outputs = [

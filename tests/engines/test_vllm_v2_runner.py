@@ -1,10 +1,13 @@
-"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling. Triton's interpreter runs the kernels; 60 s in one
-process.
+"""vLLM as GPUs run it: Model Runner V2, its sampler and async scheduling. 60 s in one process.
 
-vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That changes the process for
-good, so it has its own: `python test_vllm_v2_runner.py MODEL CHANGED CYCLE DRAFT OTHER OUT`. CHANGED: a directory of new weights.
-CYCLE: a model whose tokens mostly come in one order, which an engine with draft tokens can guess; DRAFT: an EAGLE-3 draft for it;
-OTHER: new weights of it. OUT: a pickle of what was decoded, by test name.
+vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That cannot be undone in a
+process, so one of its own runs `python test_vllm_v2_runner.py MODEL CHANGED CYCLE DRAFT OTHER OUT`:
+
+    CHANGED   directory with new weights of MODEL
+    CYCLE     model whose tokens mostly come in one order, which an engine with draft tokens can guess
+    DRAFT     EAGLE-3 draft for CYCLE
+    OTHER     directory with new weights of CYCLE
+    OUT       pickle of the results, by test
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def start(model: Path, records: Records = RECORDS, **drafts: Any) -> VllmEngine:
 
 
 def with_drafts(cycle: Path, **drafts: Any) -> dict[str, Any]:
-    """Return the results of an engine that guesses several tokens at once."""
+    """Return the results of an engine that drafts several tokens per step."""
     served = start(cycle, **drafts)
     config = served._llm.llm_engine.vllm_config
     found: dict[str, Any] = {
@@ -105,7 +108,7 @@ def with_drafts(cycle: Path, **drafts: Any) -> dict[str, Any]:
 
 
 def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
-    """Return the results of an engine with a draft model: greedy tokens, and tokens before and after the policy's update."""
+    """Return the results of an engine with a draft model, before and after an update of the policy."""
     served = start(cycle, Records(), draft_tokens=3, draft_model=str(draft))
     runner = served._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model, guesser = runner.get_model(), runner.get_draft_model()
@@ -117,7 +120,7 @@ def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
     found["moved"] = {name for name, tensor in guesser.named_parameters() if not torch.equal(tensor, before[name])}
     many = [request(f"o{i}", prompt(9, seed=i), 24, seed=i, temperature=WARM) for i in range(4)]
     found["other"] = many, decoded(served, many, version=1)
-    # Lose weights, as in vLLM's sleep level 2 on a GPU: an update then brings the policy's weights, but never the draft's.
+    # Lose the draft's weights, as in vLLM's sleep level 2 on a GPU: updates restore only the policy's weights.
     served._ask_workers("marsrl_keep_draft")
     for name, parameter in guesser.named_parameters():
         if "embed_tokens" not in name:
@@ -297,8 +300,9 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
     drafts: str, most_steps: int, told: dict[str, Any], judge: Any
 ) -> None:
-    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens are accepted as often as their
-    probabilities say.
+    """Log-probs and kept tokens are those of the sampled distribution.
+
+    Draft tokens are accepted as often as their probabilities say.
     """
     found, model = told[drafts], judge.model(told["cycle"], None)
     assert found["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and found["drafts_async"]
@@ -351,8 +355,9 @@ def test_greedy_tokens_with_a_draft_model_are_the_policy_s(told: dict[str, Any],
 
 
 def test_new_weights_reach_a_draft_only_where_it_shares_them(told: dict[str, Any], judge: Any) -> None:
-    """This draft has its own head, and shares the policy's embedding. After the update, the policy has new weights and the draft
-    has its old head.
+    """This draft has its own head, and shares the policy's embedding.
+
+    After the update, the policy has new weights, and the draft still has its old head.
     """
     assert told["shares"] == [True, False] and told["moved"] == {"model.embed_tokens.weight"}
     model = judge.model(told["cycle"], told["other_weights"])

@@ -39,11 +39,11 @@ from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
 
 
 class ListeningEngine(LocalEngine):
-    """Engine that calls `listener` before an update, and passes the receipt of the update through `alters`."""
+    """Engine that calls `listener` before each update, and returns `alters(receipt)` after it."""
 
     listener = staticmethod(lambda: None)
     alters = staticmethod(lambda receipt: receipt)
-    num_broken = 0  # number of next receipts that report a broken transfer
+    num_broken = 0  # number of coming updates whose receipts report a broken transfer
 
     def update_weights(self, update):
         self.listener()
@@ -79,7 +79,10 @@ def tensors(checkpoint):
 
 @pytest.fixture
 def given(checkpoint, judge):
-    """given(tensors): a learner with these tensors and the checkpoint's scores. exported: tensors that go to files."""
+    """given(tensors) -> a learner with these tensors and the checkpoint's scores.
+
+    exported: tensors that a sync by files writes; default: `tensors`.
+    """
     return lambda named, exported=None: GivenLearner(named, lambda: judge.scores(checkpoint("qwen3"), None), exported)
 
 
@@ -323,7 +326,10 @@ MANY = 1 << 20  # numbers of a bucket, more than sockets buffer
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
-    """Yield the rendezvous of one trainer rank and one engine shard. Waits time out after HUNG_S, which no test may reach."""
+    """Yield the rendezvous of one trainer rank and one engine shard.
+
+    Waits time out after HUNG_S, which no test may reach.
+    """
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HUNG_S))
     yield Rendezvous("session", "127.0.0.1", server.port, "nccl", 1, 1, "float32", MANY, HUNG_S)
 
@@ -336,7 +342,7 @@ Wait = Callable[[], object]
 
 
 def between(move: Callable[[GroupConnection, GroupConnection], object]) -> Callable[[Rendezvous], Wait]:
-    """Return a wait for `move`, a transfer between a rank and a shard that have both joined."""
+    """Return a function that connects a rank and a shard, and returns a wait for `move` between them."""
 
     def met(rendezvous: Rendezvous) -> Wait:
         with ThreadPoolExecutor(2) as threads:
