@@ -54,9 +54,11 @@ class Handler(BaseHTTPRequestHandler):
 
         message: additional fields of the chat message.
         """
-        said = {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
+        answer = (
+            {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
+        )
         usage = {"prompt_tokens": 11, "completion_tokens": 3}
-        choice = {"index": 0, **said, "finish_reason": finish}
+        choice = {"index": 0, **answer, "finish_reason": finish}
         self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def log_message(self, format: str, *args: object) -> None:

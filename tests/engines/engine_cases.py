@@ -47,8 +47,8 @@ def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
     os.environ.update(vllm_environment(threads=1))
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
-    own = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **options})
-    return VllmEngine(spec_of(model, kind="vllm", dtype=own.dtype or "float32", vllm=own, **more))
+    vllm_options = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **options})
+    return VllmEngine(spec_of(model, kind="vllm", dtype=vllm_options.dtype or "float32", vllm=vllm_options, **more))
 
 
 @torch.no_grad()
@@ -108,10 +108,10 @@ class GivenLearner:
 
     def score(self, batches: Sequence[PackedBatch], *, rounded_as: Precision | None = None) -> list[torch.Tensor]:
         """Score the batch of the comparison; no other batch is requested."""
-        found = self._scores()
+        scores = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)
         logprobs[batches[0].trained_rows] = torch.from_numpy(
-            np.concatenate(found.logprobs if rounded_as is None else found.rounded)
+            np.concatenate(scores.logprobs if rounded_as is None else scores.rounded)
         )
         return [logprobs]
 
@@ -170,9 +170,9 @@ def generate(
     pool.submit(requests, version=version, at_once=at_once)
     results: dict[str, DecodeResult] = {}
     while len(results) < len(requests):
-        found = pool.collect(0.2, is_urgent=not at_once)
-        assert not results.keys() & {result.uid for result in found}
-        results.update((result.uid, result) for result in found)
+        ended = pool.collect(0.2, is_urgent=not at_once)
+        assert not results.keys() & {result.uid for result in ended}
+        results.update((result.uid, result) for result in ended)
         assert pool.num_under_way == others + len(requests) - len(results)
         progress(sum(pool.num_decoded()) - before)
     return [results[request.uid] for request in requests]
@@ -180,9 +180,9 @@ def generate(
 
 def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
     """Check that the results, in any order, equal the expected ones; log-probs may differ by ROUNDING."""
-    found = {result.uid: result for result in results}
+    by_uid = {result.uid: result for result in results}
     for right in expected:
-        result = found[right.uid]
+        result = by_uid[right.uid]
         np.testing.assert_array_equal(result.token_ids, right.token_ids)
         np.testing.assert_allclose(result.logprobs, right.logprobs, atol=ROUNDING)
         assert (result.finish, result.version) == (right.finish, right.version)
@@ -225,9 +225,9 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
     """Return the engine processes among its descendants, oldest first."""
-    found = []
+    processes = []
     for each in descendants(process):
         with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if each.name().startswith("ray::Engine"):
-                found.append(each)
-    return sorted(found, key=lambda each: each.create_time())
+                processes.append(each)
+    return sorted(processes, key=lambda each: each.create_time())

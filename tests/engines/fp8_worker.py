@@ -96,10 +96,10 @@ def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -
 
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(receive)
-        found = sender.send(weights)
+        expected = sender.send(weights)
         answer.result()
     sender.close()
-    return found[0], worker.marsrl_received_checksums()
+    return expected[0], worker.marsrl_received_checksums()
 
 
 def flips(worker: Any, model: nn.Module) -> Iterator[tuple[str, list[str]]]:
@@ -119,7 +119,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
     linear: Any = next(each for each in model.modules() if hasattr(each, "weight_scale_inv"))
     experts: Any = next((each for each in model.modules() if hasattr(each, "w13_weight")), None)
-    found, kernel = {}, linear.quant_method.fp8_linear
+    reasons_found, kernel = {}, linear.quant_method.fp8_linear
 
     def transpose(layer: Any) -> None:
         layer.weight = nn.Parameter(layer.weight.data.t(), requires_grad=False)
@@ -130,17 +130,17 @@ def reasons(model: nn.Module) -> dict[str, str]:
     for other in (transpose, reverse_scales):
         linear.quant_method.fp8_linear = copy.copy(kernel)
         linear.quant_method.fp8_linear.process_weights_after_loading = other
-        found[other.__name__] = worker_fp8.why_not_written(model)
+        reasons_found[other.__name__] = worker_fp8.why_not_written(model)
     linear.quant_method.fp8_linear = kernel
     if experts is not None:
         plain, experts.quant_method.fp8_backend = experts.quant_method.fp8_backend, Fp8MoeBackend.FLASHINFER_CUTLASS
-        found["swap"] = worker_fp8.why_not_written(model)
+        reasons_found["swap"] = worker_fp8.why_not_written(model)
         experts.quant_method.fp8_backend = plain
     packed, plain = linear.weight.data.view(torch.int32), linear.weight.data
     linear.weight = nn.Parameter(packed, requires_grad=False)
-    found["packed"] = worker_fp8.why_not_written(model)
+    reasons_found["packed"] = worker_fp8.why_not_written(model)
     linear.weight = nn.Parameter(plain, requires_grad=False)
-    return found
+    return reasons_found
 
 
 def findings(folder: Path, case: str, rank: int, world: int) -> dict[str, Any]:
@@ -149,24 +149,24 @@ def findings(folder: Path, case: str, rank: int, world: int) -> dict[str, Any]:
     if not torch.distributed.is_initialized():
         start_ranks(config, folder, rank, world)
     models = [loaded(config_of(folder / each, world, spreads=bool(spread))) for each in (name, f"{name}_changed")]
-    own, changed = map(held, models)
+    initial, changed = map(held, models)
     worker = WorkerExtension()
     worker.model_runner, worker.vllm_config, worker.rank = SimpleNamespace(get_model=lambda: models[0]), config, rank
     places = {each: tensor.data_ptr() for each, tensor in models[0].named_parameters()}
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "kernels": sorted(
             {type(each.quant_method).__name__ for each in models[0].modules() if hasattr(each, "quant_method")}
         ),
         "why": worker_fp8.why_not_written(models[0]),
-        "changed": differing(own, changed),
+        "changed": differing(initial, changed),
     }
-    for version, (kind, right) in enumerate(((GroupSender, changed), (SharedSender, own), (GroupSender, changed))):
-        expected, told = publish(worker, folder / (name if right is own else f"{name}_changed"), kind)
-        found[f"{version} {kind.kind}"] = [differing(right, held(models[0])), differing(expected, told)]
-    found["moved"] = differing(places, {each: tensor.data_ptr() for each, tensor in models[0].named_parameters()})
-    found["flips"] = dict(flips(worker, models[0]))
-    found["reasons"] = reasons(models[0])
-    return found
+    for version, (kind, right) in enumerate(((GroupSender, changed), (SharedSender, initial), (GroupSender, changed))):
+        expected, reported = publish(worker, folder / (name if right is initial else f"{name}_changed"), kind)
+        results[f"{version} {kind.kind}"] = [differing(right, held(models[0])), differing(expected, reported)]
+    results["moved"] = differing(places, {each: tensor.data_ptr() for each, tensor in models[0].named_parameters()})
+    results["flips"] = dict(flips(worker, models[0]))
+    results["reasons"] = reasons(models[0])
+    return results
 
 
 def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:

@@ -64,9 +64,9 @@ def assert_decoded_with(
     If `folders` lacks the adapter, the base model alone is expected.
     """
     for adapter in dict.fromkeys(ask.adapter for ask in asks):
-        own = [(ask, result) for ask, result in zip(asks, results, strict=True) if ask.adapter == adapter]
-        whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in own]
-        for (ask, result), right in zip(own, peft_logprobs(model, folders.get(adapter), whole), strict=True):
+        pairs = [(ask, result) for ask, result in zip(asks, results, strict=True) if ask.adapter == adapter]
+        whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in pairs]
+        for (ask, result), right in zip(pairs, peft_logprobs(model, folders.get(adapter), whole), strict=True):
             assert len(result.token_ids) and result.version == (ask.adapter_version if adapter else 0), result
             of_tokens = right[len(ask.token_ids) - 1 :]
             np.testing.assert_allclose(result.logprobs, of_tokens, atol=1e-4, rtol=0, err_msg=ask.uid)
@@ -77,7 +77,7 @@ def assert_replaced_beside_others(
     model: Path,
     folders: dict[str, Path],
     update: AdapterUpdate,
-    own: Sequence[DecodeRequest],
+    of_adapter: Sequence[DecodeRequest],
     others: Sequence[DecodeRequest],
 ) -> int:
     """Check that an adapter is replaced while its requests and others are under way.
@@ -86,25 +86,25 @@ def assert_replaced_beside_others(
     of tokens that other requests decoded while the adapter was loaded and scored.
     """
     undisturbed = generate(pool, others, version=0)
-    pool.submit(own, version=0)
+    pool.submit(of_adapter, version=0)
     pool.submit(others, version=0)
     before = sum(pool.num_decoded())
-    while sum(pool.num_decoded()) < before + 3 * len([*own, *others]):
+    while sum(pool.num_decoded()) < before + 3 * len([*of_adapter, *others]):
         assert not pool.collect(0.0)
     parts = {result.uid: result for result in pool.drain(update.name)}
-    assert set(parts) == {ask.uid for ask in own} and pool.num_under_way == len(others)
+    assert set(parts) == {ask.uid for ask in of_adapter} and pool.num_under_way == len(others)
     for part in parts.values():
         assert part.finish is Finish.UNFINISHED and len(part.token_ids), part
-        assert part.version == own[0].adapter_version
+        assert part.version == of_adapter[0].adapter_version
     before = sum(pool.num_decoded())
     pool.update_adapters([update])
     new, probe = {**folders, update.name: Path(update.path)}, [prompt(70, seed=3), prompt(41, seed=5)]
-    for found in pool.score(probe, update.name):
-        for logprobs, right in zip(found, peft_logprobs(model, Path(update.path), probe), strict=True):
+    for scores in pool.score(probe, update.name):
+        for logprobs, right in zip(scores, peft_logprobs(model, Path(update.path), probe), strict=True):
             np.testing.assert_allclose(logprobs, right, atol=1e-4, rtol=0)
     num_beside = sum(pool.num_decoded()) - before
     rest = []
-    for ask in own:
+    for ask in of_adapter:
         known = np.concatenate([ask.token_ids, parts[ask.uid].token_ids])
         left = ask.max_new_tokens - len(parts[ask.uid].token_ids)
         rest.append(replace(ask, token_ids=known, max_new_tokens=left, adapter_version=update.version))
@@ -116,7 +116,7 @@ def assert_replaced_beside_others(
     asks = [*rest, *others]
     assert_decoded_with(model, new, asks, [ended[ask.uid] for ask in asks])
     # The first request of a group has no cached prefix.
-    assert min(ended[ask.uid].num_cached_tokens for ask in own) == 0
+    assert min(ended[ask.uid].num_cached_tokens for ask in of_adapter) == 0
     return num_beside
 
 
@@ -181,10 +181,10 @@ def served(
     request: pytest.FixtureRequest, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     way, kind, *sampler = request.param.split()
-    found = Served(checkpoint(kind), tmp_path_factory.mktemp("adapters"), way, *sampler)
-    yield found
+    engine = Served(checkpoint(kind), tmp_path_factory.mktemp("adapters"), way, *sampler)
+    yield engine
     if way == "vllm":
-        found.engine.close()
+        engine.engine.close()
 
 
 @every
@@ -220,7 +220,7 @@ def test_a_new_adapter_version_drops_only_its_own_prefixes(served: Served) -> No
 
 
 @of_vllm
-def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -> None:
+def test_a_new_version_under_the_old_path_is_refused(served: Served) -> None:
     """vLLM would reuse the old version's prefixes, and nothing else would detect it."""
     probe = [prompt(70, seed=9)]
     served.engine.score(probe, "a")
@@ -231,7 +231,7 @@ def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -
 
 
 @of_vllm
-def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> None:
+def test_the_unused_part_of_a_smaller_adapters_slot_is_0(served: Served) -> None:
     smaller = served.config.model_copy(update={"rank": 4, "alpha": served.config.scale * 4})
     folder = save_adapter(served.model, served.folders["b"].parent / "smaller", smaller, 0)
     receipt = served.engine.update_adapter(AdapterUpdate("b", str(folder), 99))
@@ -248,11 +248,11 @@ def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served)
     """
     folders = dict(served.folders)
     asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
-    own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
+    of_adapter, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
     served.next("a")
     update = AdapterUpdate("a", str(served.folders["a"]), served.versions["a"])
     pool = pool_of(served.engine)
-    num_beside = assert_replaced_beside_others(pool, served.model, folders, update, own, others)
+    num_beside = assert_replaced_beside_others(pool, served.model, folders, update, of_adapter, others)
     assert num_beside > len(others) or isinstance(served.engine, LocalEngine)  # LocalEngine scores between two steps
 
 
@@ -274,7 +274,7 @@ def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> 
 
 
 @of_vllm
-def test_files_of_versions_before_are_not_needed(served: Served) -> None:
+def test_files_of_past_versions_are_not_needed(served: Served) -> None:
     """Continued and new requests work without them, even after the base weights were loaded again.
 
     vLLM then drops all adapters, and reads each of them again from the path in a request.
@@ -353,13 +353,13 @@ def test_publish_verifies_an_adapter_and_removes_the_old_one(
 
 
 @pytest.mark.parametrize("served", ["local qwen3", "vllm qwen3"], indirect=True)
-def test_of_adapters_compared_together_a_wrong_one_is_named(served: Served) -> None:
+def test_a_joint_comparison_names_the_wrong_adapter(served: Served) -> None:
     pool, sequences = pool_of(served.engine), comparison_sequences(160)[:4]
     engines = {name: CheckedEngines(pool, vocab_size=160, adapter=name) for name in "ab"}
 
     def scores(folder: Path) -> TrainerScores:
-        found = peft_logprobs(served.model, folder, sequences)
-        return TrainerScores(found, [each + np.float32(1e-5) for each in found])
+        logprobs = peft_logprobs(served.model, folder, sequences)
+        return TrainerScores(logprobs, [each + np.float32(1e-5) for each in logprobs])
 
     def compared(**of: str) -> list[Compared]:
         return [Compared(engines[name], scores(served.folders[whose]), 7, False) for name, whose in of.items()]
@@ -393,17 +393,18 @@ def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Che
     model = checkpoint("qwen3")
     config = RolloutConfig(engine="local", placement="disaggregated", threads=1, object_store_mib=80)
     folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]
-    of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
+    folder_of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
     with make_pool("main", spec_of(model, 2048, adapters=adapters), config) as pool:
-        for name, folder in of.items():
+        for name, folder in folder_of.items():
             pool.update_adapters([AdapterUpdate(name, str(folder), 1)])
         long = [replace(ask, max_new_tokens=600) for ask in asks_of(dict.fromkeys("ab", 1), *("a", "b", "") * 2)]
-        own, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
-        num_beside = assert_replaced_beside_others(pool, model, of, AdapterUpdate("a", str(folders[2]), 2), own, others)
+        of_adapter, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
+        update = AdapterUpdate("a", str(folders[2]), 2)
+        num_beside = assert_replaced_beside_others(pool, model, folder_of, update, of_adapter, others)
     assert num_beside > 0
 
 
-def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_an_adapter_file_with_other_settings_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("qwen3")
     folder = save_adapter(model, tmp_path / "a", CONFIG.model_copy(update={"rank": 4}), 0)
     with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight: found \(4, 64\), expected \(8, 64\)"):
@@ -451,13 +452,17 @@ def test_shards_hold_together_what_one_engine_holds(parts: int, spreads: bool, c
     shards = [EngineShard.of(part, parts, shape.num_kv_heads, spreads_experts=spreads) for part in range(parts)]
     held = [dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, shard)) for shard in shards]
     for name, tensor in whole.items():
-        own = [each[name] for each in held if name in each]
+        held_parts = [each[name] for each in held if name in each]
         is_row = name.endswith(("o_proj.lora_A.weight", "down_proj.lora_A.weight"))
         is_column = "lora_B" in name and "o_proj" not in name and "down_proj" not in name
         if spreads and ".experts." in name:
-            assert len(own) == 1 and torch.equal(own[0], tensor)
+            assert len(held_parts) == 1 and torch.equal(held_parts[0], tensor)
         elif is_row or is_column:
-            few = own[:: parts // min(parts, shape.num_kv_heads)] if "k_proj" in name or "v_proj" in name else own
+            few = (
+                held_parts[:: parts // min(parts, shape.num_kv_heads)]
+                if "k_proj" in name or "v_proj" in name
+                else held_parts
+            )
             assert torch.equal(torch.cat(few, dim=1 if is_row else 0), tensor)
         else:
-            assert all(torch.equal(each, tensor) for each in own) and len(own) == parts
+            assert all(torch.equal(each, tensor) for each in held_parts) and len(held_parts) == parts

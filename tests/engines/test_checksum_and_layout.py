@@ -49,7 +49,7 @@ def test_any_flipped_bit_is_seen(implementation, data):
     assert checksum(flipped) != checksum(values) == checksum(values.clone())
 
 
-def test_the_checksum_is_this_number(implementation):
+def test_checksum_values_never_change(implementation):
     """The value must never change, because trainer and engine may run different releases on different devices."""
     assert checksum(torch.arange(50001, dtype=torch.float32)) == 0xCA9367CC560C9C96
     small = torch.arange(10, dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ def test_the_checksum_is_this_number(implementation):
     [((4, 6), (0, 1, 1), (1, 2, 5)), ((4, 6), (0, 1, 0), (1, 2, 3)), ((4, 5), (0, 0, 0), (1, 2, 2))],
     ids=["begins in a word", "ends in a word", "its second row begins in a word"],
 )
-def test_a_block_that_cuts_a_word_has_no_checksum_of_its_own(shape, start, end):
+def test_a_block_that_cuts_a_word_has_no_checksum(shape, start, end):
     block = torch.zeros([b - a for a, b in zip(start, end, strict=True)])
     with pytest.raises(ValueError, match="begins or ends within a word of 8 bytes"):
         block_sum(block, Box(start, end), shape)
@@ -86,7 +86,7 @@ def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
     """Return the boxes of each rank of a layout, in the order of Megatron's groups: tensor first, pipeline last."""
-    held, each = [], shape.num_experts // expert
+    held, experts_per_rank = [], shape.num_experts // expert
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)
         boxes: dict[str, Box] = {}
@@ -94,10 +94,10 @@ def ranks_of(
             part, parts = inner % tensor, tensor
             if unit.expert is not None:
                 part, parts = inner % expert_tensor, expert_tensor
-                if unit.expert != inner // expert_tensor % expert * each:
+                if unit.expert != inner // expert_tensor % expert * experts_per_rank:
                     continue
             if unit.stage == stage:
-                boxes.update(held_boxes(shape, unit, part, parts, 1 if unit.expert is None else each))
+                boxes.update(held_boxes(shape, unit, part, parts, 1 if unit.expert is None else experts_per_rank))
         held.append(boxes)
     return held
 
@@ -152,8 +152,8 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
     for number, one in enumerate(layouts):
         taken = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in one.shapes.items()}
         for piece in (piece for each in buckets if each.target == number for piece in each.pieces):
-            for fused, place in one.placed(piece.name, piece.box):
-                target = place.of(taken[fused])
+            for fused, position in one.placed(piece.name, piece.box):
+                target = position.of(taken[fused])
                 assert target.isnan().all(), "written twice"
                 target.copy_(piece.box.of(tensors[piece.name]))
         right = dict(fuse(files, shard=shards[number]))
@@ -167,21 +167,21 @@ def assert_portions_fit(layout: ShardLayout, buckets: Sequence[WeightBucket], bu
     sizes: dict[tuple[str, int], int] = {}
     for each in buckets:
         for piece in each.pieces:
-            (fused, place), *_ = layout.placed(piece.name, piece.box)
+            (fused, box), *_ = layout.placed(piece.name, piece.box)
             step, whole = portion_size(layout.shapes[fused], bucket), whole_box(layout.shapes[fused])
-            first = place.start[0] // step * step
+            first = box.start[0] // step * step
             portion = whole.cut(0, first, first + step).overlap(whole)
-            assert place.overlap(portion) == place, "a piece lies in one portion"
+            assert box.overlap(portion) == box, "a piece lies in one portion"
             sizes[fused, first] = portion.num_elements
             missing.setdefault((fused, first), portion.num_elements)
-            missing[fused, first] -= place.num_elements
+            missing[fused, first] -= box.num_elements
         assert sum(sizes[key] for key in missing) <= bucket or len(missing) == 1
         missing = {key: number for key, number in missing.items() if number}
     assert not missing
 
 
 @pytest.mark.parametrize("wrong", [{0: (4, 8), 2: (4, 8)}, {0: (4, 8), 1: (8, 4)}])
-def test_experts_that_are_not_all_there_or_not_alike_are_refused(wrong):
+def test_missing_or_unequal_experts_are_refused(wrong):
     with pytest.raises(ValueError, match=r"experts\S+ found experts .*; expected experts 0 to 1 of one shape"):
         stacked({f"model.layers.3.mlp.experts.{expert}.up_proj.weight": shape for expert, shape in wrong.items()})
 
@@ -190,7 +190,7 @@ UP, GATE, DOWN = (f"m.mlp.{name}_proj.weight" for name in ("up", "gate", "down")
 
 
 @pytest.mark.parametrize(
-    ("work", "said"),
+    ("work", "message"),
     [
         (lambda: shard_layout({UP: (4, 8)}), r"m\.mlp\.gate_up_proj\.weight lacks gate_proj; found only .*up_proj"),
         (
@@ -205,8 +205,8 @@ UP, GATE, DOWN = (f"m.mlp.{name}_proj.weight" for name in ("up", "gate", "down")
         ),
     ],
 )
-def test_what_cannot_be_sent_is_named(work, said):
-    with pytest.raises(ValueError, match=said):
+def test_tensors_that_cannot_be_sent_are_named(work, message):
+    with pytest.raises(ValueError, match=message):
         work()
 
 

@@ -56,13 +56,13 @@ def test_requests_that_join_others_get_what_they_get_alone(engine):
         assert [result.num_cached_tokens for result in alone[:6]] == [0, 29, 0, 36, 0, 43]
     before = engine.num_decoded()
     engine.submit(asks[:3], version=0)
-    found = engine.collect(0.0)
+    results = engine.collect(0.0)
     for ask in asks[3:]:  # more requests than the local engine has rows
         engine.submit([ask], version=0)
-        found += engine.collect(0.0)
-    while len(found) < 8:
-        found += engine.collect(0.02)
-    assert_same(found, alone)
+        results += engine.collect(0.0)
+    while len(results) < 8:
+        results += engine.collect(0.02)
+    assert_same(results, alone)
     assert engine.num_decoded() - before == sum(len(r.token_ids) for r in alone)
     assert engine.collect(1.0) == []  # nothing to wait for
 
@@ -116,9 +116,9 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
 def test_the_text_of_a_completion_has_earlier_segments_too(engine, directory):
     (ask,) = asks_of(1)
     asked = replace(ask, text_from=len(ask.token_ids) - 3)  # the text begins within an earlier segment
-    (told,) = decoded(engine, [asked])
-    completion = np.concatenate([ask.token_ids[-3:], told.token_ids])
-    assert told.text == ChatRenderer(directory).decode(completion)
+    (with_text,) = decoded(engine, [asked])
+    completion = np.concatenate([ask.token_ids[-3:], with_text.token_ids])
+    assert with_text.text == ChatRenderer(directory).decode(completion)
     assert [result.text for result in decoded(engine, [ask])] == [None]
 
 
@@ -129,11 +129,11 @@ def test_a_character_split_over_two_segments_is_decoded_whole(tmp_path):
     for cut in range(len(ids)):
         asked = request("u", np.concatenate([prompt(5), ids[:cut]]), 9)
         nothing = DecodeResult.without_tokens("u", Finish.STOP, 0)
-        told = replace(nothing, token_ids=np.append(ids[cut:], renderer.eos_id))
-        assert texts.told(replace(asked, text_from=5), told).text == "a€\n"
+        result = replace(nothing, token_ids=np.append(ids[cut:], renderer.eos_id))
+        assert texts.told(replace(asked, text_from=5), result).text == "a€\n"
 
 
-def test_a_text_that_was_there_before_ends_nothing(tmp_path):
+def test_a_stop_text_completed_earlier_ends_nothing(tmp_path):
     ARITHMETIC_TOKENIZER.write(tmp_path)
     stops, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
     known, drawn = (renderer.encode_trusted(text) for text in ("grade fix", "fix Answer: 3"))
@@ -216,7 +216,7 @@ def test_a_teacher_scores_its_own_draws_at_their_temperature(engine, directory, 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "mistral"])
-def test_vllm_says_with_which_settings_its_layers_compute(kind, engine, directory):
+def test_vllm_reports_the_settings_of_its_layers(kind, engine, directory):
     settings = read_shape(directory).settings()
     assert ("experts_per_token" in settings) == (kind == "qwen3_moe")
     assert engine.info().settings == {name: (float(value),) for name, value in settings.items()}
@@ -350,14 +350,14 @@ def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
 
 def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return HF tensors with the rounded values that an engine computes with."""
-    layout, found = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
+    layout, values = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
     for name, fused in fuse(tensors, torch.bfloat16):
         whole = dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float()
         for part, tensor in tensors.items():
             for at, box in layout.placed(*box_of(part, tensor.shape)):
                 if at == name:
-                    found[part] = box.of(whole).reshape(tensor.shape).contiguous()
-    return found
+                    values[part] = box.of(whole).reshape(tensor.shape).contiguous()
+    return values
 
 
 @pytest.fixture
@@ -369,15 +369,15 @@ def sync(engine):
 
 
 @OF_FP8
-def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync, judge):
+def test_every_version_is_rounded_to_fp8_and_used(engine, directory, sync, judge):
     old, probe = tensors_of(directory), [prompt(97, seed=5), prompt(60, seed=6)]
     for version, part in enumerate(("proj", "self_attn", "mlp", "norm", "embed_tokens"), start=1):
         new = perturbed(old, part)
         report = sync(GivenLearner(new, lambda new=new: judge.scores(directory, new, FP8)), version)
         assert report.comparison.ratio < 2 and report.comparison.noise > 1e-2, part
-        found = np.concatenate(engine.score(probe))
+        scores = np.concatenate(engine.score(probe))
         # The first difference has rounding errors of bfloat16, the second also of FP8.
-        off = [np.abs(found - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
+        off = [np.abs(scores - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
         assert np.median(off[0]) < np.median(off[1]) / 2, part
 
 
@@ -404,7 +404,7 @@ def test_a_flipped_weight_or_scale_bit_changes_the_checksum(engine, directory):
 
 
 @OF_FP8
-def test_the_probe_finds_another_program_beside_the_noise_of_fp8(engine, directory, sync, judge):
+def test_the_probe_detects_other_scores_despite_fp8_noise(engine, directory, sync, judge):
     tensors = tensors_of(directory)
     sync(GivenLearner(tensors, lambda: judge.scores(directory, tensors, FP8)), 0)
     for other in (

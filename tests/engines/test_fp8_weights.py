@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {  # not multiples of a block: the rows of q, k and v, a
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the findings of fp8_worker.py by shard and case: an engine of one GPU, and both halves of an engine of two GPUs."""
     folder, environment = tmp_path_factory.mktemp("fp8"), dict(os.environ)
     for number, suffix in enumerate(("", "_changed")):
@@ -40,7 +40,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment["PYTHONPATH"] = os.pathsep.join(
         [*(str(ROOT / "tests" / each) for each in ("engines", "megatron", "plan")), environment.get("PYTHONPATH", "")]
     )
-    found = {}
+    results = {}
     for world in (1, 2):
         command = [sys.executable, "-W", "ignore", str(ROOT / "tests/engines/fp8_worker.py"), str(folder)]
         workers = [
@@ -51,29 +51,29 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for rank in range(world)
         ]  # fmt: skip
         for rank, worker in enumerate(workers):
-            out, said = worker.communicate()
-            assert worker.returncode == 0, said[-3000:]
-            found[f"{rank} of {world}"] = json.loads(out.splitlines()[-1])
-    return found
+            out, errors = worker.communicate()
+            assert worker.returncode == 0, errors[-3000:]
+            results[f"{rank} of {world}"] = json.loads(out.splitlines()[-1])
+    return results
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shard", "case"), SHARDS)
-def test_sent_fp8_weights_are_those_that_vllm_rounds(told: dict[str, Any], shard: str, case: str) -> None:
-    found = told[shard][case]
+def test_sent_fp8_weights_equal_those_that_vllm_rounds(findings: dict[str, Any], shard: str, case: str) -> None:
+    results = findings[shard][case]
     assert {f"Fp8PerBlockOnline{kind}Method" for kind in ("Linear", "MoE")[: 1 + case.startswith("moe")]} <= {
-        *found["kernels"]
+        *results["kernels"]
     }
-    assert sum(name.endswith("_scale_inv") for name in found["changed"]) == 8  # two layers of four matrices or stacks
+    assert sum(name.endswith("_scale_inv") for name in results["changed"]) == 8  # two layers of four matrices or stacks
     # [differing bytes, differing checksums].
-    assert [found[publish] for publish in ("0 nccl", "1 ipc", "2 nccl")] == [[[], []]] * 3
-    assert found["moved"] == [] and found["why"] == ""  # captured graphs read the same memory
+    assert [results[publish] for publish in ("0 nccl", "1 ipc", "2 nccl")] == [[[], []]] * 3
+    assert results["moved"] == [] and results["why"] == ""  # captured graphs read the same memory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shard", "case"), SHARDS)
-def test_a_bit_of_a_sent_fp8_weight_or_scale_is_checked(told: dict[str, Any], shard: str, case: str) -> None:
-    flips = told[shard][case]["flips"]
+def test_every_sent_fp8_weight_and_scale_is_checked(findings: dict[str, Any], shard: str, case: str) -> None:
+    flips = findings[shard][case]["flips"]
     assert len(flips) == 16
     assert flips == {
         name: [name.removesuffix("_scale_inv").replace(".routed_experts", "")] for name in flips
@@ -81,15 +81,15 @@ def test_a_bit_of_a_sent_fp8_weight_or_scale_is_checked(told: dict[str, Any], sh
 
 
 @pytest.mark.slow
-def test_kernels_with_forms_of_their_own_are_named(told: dict[str, Any]) -> None:
-    said = told["0 of 1"]["moe"]["reasons"]
+def test_kernels_that_change_the_weights_form_are_named(findings: dict[str, Any]) -> None:
+    reasons = findings["0 of 1"]["moe"]["reasons"]
     linear, experts = "CutlassFp8BlockScaledMMKernel", "FLASHINFER_CUTLASS"
     for change, kernel in {"transpose": linear, "reverse_scales": linear, "swap": experts, "packed": linear}.items():
-        assert said[change].startswith(f"vLLM's FP8 kernel {kernel} holds weights in a form of its own"), change
-        assert said[change].endswith("or set rollout.vllm.quantization=null")
+        assert reasons[change].startswith(f"vLLM's FP8 kernel {kernel} holds weights in a form of its own"), change
+        assert reasons[change].endswith("or set rollout.vllm.quantization=null")
 
 
-def test_an_engine_that_cannot_receive_ends_the_start() -> None:
+def test_an_engine_that_cannot_receive_weights_is_refused() -> None:
     class Engines:
         pool: Any
 

@@ -66,7 +66,7 @@ def test_text_is_sent_and_tokens_return_in_request_order(ask, renderer):
     assert server.headers[0]["path"] == "/v1/completions" and "Authorization" not in server.headers[0]
 
 
-def test_a_control_word_is_text_in_a_content_and_in_an_answer(ask, renderer):
+def test_control_words_in_contents_and_answers_are_text(ask, renderer):
     end = renderer.prompt_text(np.array([renderer.eos_id]))
     [result], server = ask(lambda handler, body, before: handler.complete(f"a{end}b"), f"x{end}y")
     assert renderer.decode(result.token_ids) == f"a{end}b"
@@ -81,7 +81,7 @@ def test_only_the_broken_half_of_an_emoji_is_replaced(ask, renderer):
     assert result.finish is Finish.STOP and renderer.decode(result.token_ids) == "4?"
 
 
-def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
+def test_prompt_tokens_sends_token_ids(ask, renderer):
     _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
     assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()
     assert server.bodies[0]["stop_token_ids"] == list(renderer.stop_ids)
@@ -134,11 +134,11 @@ def test_a_chat_answer_has_its_thought_and_the_server_s_counts(chat, renderer):
     assert server.headers[0]["path"] == "/v1/chat/completions"
 
 
-def test_fields_of_a_server_s_own_replace_ours(chat):
-    own = {"max_tokens": None, "max_completion_tokens": 9, "chat_template_kwargs": {"enable_thinking": False}}
-    _, server = chat(lambda handler, body, before: handler.complete("4"), extra_body=own)
+def test_extra_body_replaces_our_fields(chat):
+    fields = {"max_tokens": None, "max_completion_tokens": 9, "chat_template_kwargs": {"enable_thinking": False}}
+    _, server = chat(lambda handler, body, before: handler.complete("4"), extra_body=fields)
     (body,) = server.bodies
-    assert "max_tokens" not in body and {**own, **body} == {**body, "max_tokens": None}
+    assert "max_tokens" not in body and {**fields, **body} == {**body, "max_tokens": None}
 
 
 def test_a_server_without_completions_names_the_setting(ask):
@@ -182,7 +182,7 @@ def test_the_bos_that_a_server_adds_is_not_sent(tmp_path):
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_tried_again(ask, status):
+def test_transient_errors_are_retried(ask, status):
     def reply(handler, body, before):
         handler.complete("4") if before == 2 else handler.send(status, b"busy", Retry_After="0.01")
 
@@ -219,14 +219,14 @@ def test_an_unusable_response_ends_the_sample_with_an_error(ask, reply, attempts
     assert says in result.error and 0 < len(result.error) < 600
 
 
-def test_a_server_that_says_nothing_times_out(ask):
+def test_a_silent_server_times_out(ask):
     release = threading.Event()
     [result], _ = ask(lambda handler, body, before: release.wait(60), timeout_s=0.1, retries=0)
     release.set()
     assert result.finish is Finish.ERROR and "ReadTimeout" in result.error
 
 
-def test_no_more_requests_than_wanted_are_under_way(ask):
+def test_concurrency_limits_requests_under_way(ask):
     under_way, at_once = [], []
 
     def reply(handler, body, before):

@@ -59,9 +59,9 @@ def test_replicas_share_out_what_a_teacher_scores():
             return [each[1:].astype(np.float32) for each in sequences]
 
     sequences = [np.arange(length, dtype=np.int32) for length in (2, 4, 5, 9)]
-    found = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences, 0.6)
+    shared = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences, 0.6)
     assert asked == [([9, 4], 0.6), ([5, 2], 0.6)]
-    assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
+    assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(shared, sequences, strict=True))
 
 
 def test_colocated_engines_wake_the_memory_a_call_needs():
@@ -100,7 +100,7 @@ def test_local_engines_share_collect_time_unless_alone():
     assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05, "closed", "closed"]
 
 
-def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
+def test_draining_an_adapter_spares_its_later_requests():
     """An engine without a request of this adapter would keep the abort, and apply it to the next one."""
     asked = []
 
@@ -117,14 +117,14 @@ def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
 
 
 def test_collect_spans_end_at_a_gap_or_after_one_second():
-    told, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
+    calls, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
     replicas = LocalReplicas([ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1)])
     collect = replicas.collect
     replicas.collect = lambda busy, *_, **how: [(0, Timed(collect(busy, 0.0)[0][1].value, *times.pop(0)))]
     pool = EnginePool(replicas)
-    pool.on_call = lambda *call: told.append(call)
+    pool.on_call = lambda *call: calls.append(call)
     generate(pool, [request("0.0", prompt(5), 5)])
-    assert told == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
+    assert calls == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
 
 
 def local_config(placement="disaggregated", **options):
@@ -132,7 +132,7 @@ def local_config(placement="disaggregated", **options):
 
 
 @pytest.mark.parametrize(("engine", "dtype", "slots"), [("vllm", "bfloat16", 3), ("local", "float32", 64)])
-def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkeypatch):
+def test_an_engine_uses_the_settings_of_its_kind(engine, dtype, slots, monkeypatch):
     monkeypatch.setattr(build, "make_pool", lambda policy, spec, *others, **more: spec)
     words = [
         "policies.main.dtype=float32",
@@ -140,8 +140,10 @@ def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkey
         "rollout.local.max_num_seqs=64",
     ]
     config, _ = read_config(None, [f"rollout.engine={engine}", *words])
-    found = build.open_pool(config, "main", "model", max_model_len=8, host=TrainerHost(0, 1, False), deadline_s=None)
-    assert (found.dtype, config.rollout.slots) == (dtype, slots)
+    engine_spec = build.open_pool(
+        config, "main", "model", max_model_len=8, host=TrainerHost(0, 1, False), deadline_s=None
+    )
+    assert (engine_spec.dtype, config.rollout.slots) == (dtype, slots)
 
 
 @pytest.mark.slow
@@ -201,7 +203,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
     assert not left
 
 
-def test_a_cluster_that_does_not_answer_is_named_at_once(checkpoint):
+def test_a_cluster_that_does_not_answer_is_named(checkpoint):
     with held_port() as port:
         address = f"127.0.0.1:{port}"
         config = local_config(ray_address=address)
@@ -232,8 +234,8 @@ def test_a_group_stays_together_and_groups_are_spread():
     assert all(len({r for r, share in shares.items() for uid in share if uid[0] == g}) == 1 for g in "abcd")
     dispatch.add([ask("e.0", new=10), ask("f.0", new=10), ask("g.0", new=900)])
     assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest requests are sent first
-    for twice, said in (([ask("h.0")] * 2, "only 1 distinct uids"), ([ask("e.0")], "is already being decoded")):
-        with pytest.raises(ValueError, match=said):
+    for twice, message in (([ask("h.0")] * 2, "only 1 distinct uids"), ([ask("e.0")], "is already being decoded")):
+        with pytest.raises(ValueError, match=message):
             dispatch.add(twice)
 
 
@@ -299,7 +301,7 @@ def test_no_replica_idles_while_requests_wait():
     assert uids(dispatch.take()) == uids(fresh.take())  # finished work does not influence later decisions
 
 
-def test_a_step_is_charged_only_to_requests_with_a_slot() -> None:
+def test_a_steps_time_goes_only_to_requests_with_a_slot() -> None:
     shares = TimeShares(slots=2)
     for uid in ("a", "b", "c", "d"):
         shares.add(uid)
@@ -372,7 +374,7 @@ def test_a_result_waits_a_tenth_of_its_time_for_others():
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # due at once, since nothing else is running
 
 
-def test_results_that_nothing_follows_from_come_all_together():
+def test_results_that_are_not_urgent_come_together():
     engine, thread = started(41, 130)
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
@@ -407,10 +409,10 @@ def test_a_batch_is_timed_from_first_request_or_previous_end():
     between = time.time()
     thread.submit(asks(4, 9), version=0)  # submitted before the first step
     engine.go[1].set()
-    found = thread.collect(SOON_S, is_urgent=False)
-    assert lengths_of(found) == [3, 4, 9] and found.start <= between <= found.end
+    batch = thread.collect(SOON_S, is_urgent=False)
+    assert lengths_of(batch) == [3, 4, 9] and batch.start <= between <= batch.end
     thread.submit(asks(5), version=0)
-    assert found.end <= thread.collect(SOON_S, is_urgent=False).start
+    assert batch.end <= thread.collect(SOON_S, is_urgent=False).start
 
 
 def in_groups(count: int) -> list:
@@ -422,8 +424,8 @@ def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, jud
     directory = checkpoint("qwen3_moe")
     config = local_config(object_store_mib=80, deadline_s=120.0)
     earlier = actors()  # actors of other tests
-    own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
-    killer = after(lambda: bool(own()), lambda: own()[0].kill())  # kills the engine while it starts
+    new_actors = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
+    killer = after(lambda: bool(new_actors()), lambda: new_actors()[0].kill())  # kills the engine while it starts
     # silence_s is much shorter than the deadline, and must be kept even if the caller rarely collects.
     with make_pool("main", spec_of(directory, 128), config, silence_s=6.0) as pool:
         killer.join()
@@ -453,7 +455,7 @@ def in_the_actor(method: str, cause: Exception) -> Exception:
     return ray.exceptions.RayTaskError(method, "traceback", cause)
 
 
-def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
+def test_ray_errors_lose_an_engine_or_end_the_run() -> None:
     for method, error, reason in (
         ("collect", ZeroDivisionError("a bad kernel"), "collect raised ZeroDivisionError: a bad kernel"),
         ("update_weights", EngineLost("no way\nno will"), "no way"),
@@ -461,7 +463,7 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         assert lost_or_raise(in_the_actor(method, error), method).reason == reason
     full = r"object store, .*, is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
     gone = ray.exceptions.RaySystemError("cannot connect to the raylet")
-    for method, error, kind, said in (
+    for method, error, kind, message in (
         ("generate", FULL, RuntimeError, full),
         # The actor's return value does not fit into the object store.
         ("generate", in_the_actor("generate", FULL), RuntimeError, full),
@@ -470,5 +472,5 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         ("generate", in_the_actor("generate", ValueError("two uids")), ValueError, "traceback"),
         ("collect", gone, RuntimeError, r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             lost_or_raise(error, method)

@@ -73,7 +73,7 @@ cluster.close()
 """
 
 
-def told(program: str, *words: str, **variables: str) -> list[str]:
+def printed(program: str, *words: str, **variables: str) -> list[str]:
     """Return the lines that a program prints. variables: environment variables in addition to this process's."""
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
@@ -133,7 +133,7 @@ def head() -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
         (folder / "home").mkdir()
-        (command,) = run_by("test_a_cluster_is_joined_with_its_token_or_says_so")
+        (command,) = run_by("test_joining_a_cluster_needs_its_token")
         words = ["-m", "ray.scripts.scripts", *command.split()[1:]]
         subprocess.run([sys.executable, *words], env={**os.environ, "HOME": str(folder / "home")}, check=True)
         words = ["-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/t"]
@@ -149,36 +149,36 @@ def head() -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.slow
-def test_a_cluster_is_joined_with_its_token_or_says_so(head: tuple[str, Path], tmp_path: Path) -> None:
+def test_joining_a_cluster_needs_its_token(head: tuple[str, Path], tmp_path: Path) -> None:
     address, home = head
-    without = told(JOIN, address, "4", HOME=str(home))
+    without = printed(JOIN, address, "4", HOME=str(home))
     assert f"rollout.ray_address is {address}, but joining a Ray cluster there failed" in without[0]
     assert without[0].endswith("set RAY_AUTH_MODE=token and copy its ~/.ray/auth_token to this host")
-    lacks = told(JOIN, address, "4", HOME=str(tmp_path), RAY_AUTH_MODE="token")
+    lacks = printed(JOIN, address, "4", HOME=str(tmp_path), RAY_AUTH_MODE="token")
     assert "no authentication token was found" in lacks[0]
 
-    said = told(JOIN, address, "300", HOME=str(home), RAY_AUTH_MODE="token")
+    lines = printed(JOIN, address, "300", HOME=str(home), RAY_AUTH_MODE="token")
     here, cluster = socket.gethostname(), f"the Ray cluster at rollout.ray_address={address}"
     # Engines have their own GPUs, so Ray must not count the ranks' GPUs on any host.
-    assert said[0] == "fine"
-    assert said[1].startswith(f"{cluster} would give engines GPUs of the trainer's ranks")
-    assert said[1].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=7")
-    assert said[2].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=")
+    assert lines[0] == "fine"
+    assert lines[1].startswith(f"{cluster} would give engines GPUs of the trainer's ranks")
+    assert lines[1].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=7")
+    assert lines[2].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=")
     # Colocated engines use the ranks' GPUs and no others.
-    assert said[3] == "fine"
-    assert said[4].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=0,1,2,3")
-    assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), but the host has no trainer rank")
+    assert lines[3] == "fine"
+    assert lines[4].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=0,1,2,3")
+    assert lines[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), but the host has no trainer rank")
     # The cluster has room for the engines.
-    assert said[6:8] == ["fine"] * 2
-    assert said[8].startswith(
+    assert lines[6:8] == ["fine"] * 2
+    assert lines[8].startswith(
         "no room for the engines: 4 GPU(s) needed, 2 on one host for each, but the Ray cluster at "
     )
-    assert f"has 2: {here} 2 (" in said[8] and said[8].endswith("on more hosts within rollout.join_s")
+    assert f"has 2: {here} 2 (" in lines[8] and lines[8].endswith("on more hosts within rollout.join_s")
 
 
 @pytest.mark.slow
 def test_engines_started_here_see_their_gpus_and_survive_sigterm(tmp_path: Path) -> None:
-    assert told(OWN, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7", "SIGTERM 6 7"]
+    assert printed(OWN, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7", "SIGTERM 6 7"]
 
 
 HEAD = """
@@ -261,9 +261,9 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             seen = len(head.lines())
             head.say("play")
             assert head.wait_for("tokens [[", seen) == alone
-            if (told := head.wait_for("restarts", seen)) != "restarts 0 engines 1":
+            if (status := head.wait_for("restarts", seen)) != "restarts 0 engines 1":
                 break
-        assert told == "restarts 1 engines 2"
+        assert status == "restarts 1 engines 2"
         # The trainer ends, and the hosts leave.
         assert head.process.stdin is not None
         head.process.stdin.close()

@@ -15,7 +15,7 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine, _Running
 
 
 @pytest.mark.parametrize("records", [Records(), Records(kept_tokens=True), Records(experts=True)])
-def test_outputs_of_steps_are_kept_only_to_record(records: Records) -> None:
+def test_step_outputs_are_kept_only_for_records(records: Records) -> None:
     """One request runs two steps; the second gives two tokens, as with draft tokens.
 
     vLLM lists several log-probs per token, of which the first is the sampled token's.

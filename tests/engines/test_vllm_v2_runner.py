@@ -86,25 +86,25 @@ def with_drafts(cycle: Path, **drafts: Any) -> dict[str, Any]:
     """Return the results of an engine that drafts several tokens per step."""
     served = start(cycle, **drafts)
     config = served._llm.llm_engine.vllm_config
-    found: dict[str, Any] = {
+    recorded: dict[str, Any] = {
         "drafts_by": config.speculative_config.method,
         "drafts_async": config.scheduler_config.async_scheduling,
     }
     turns = np.tile(np.arange(10, 17, dtype=np.int32), 4)  # the tokens of the cycle, in order
     cut = [request(f"{i}", turns[i:], 24, seed=i, experts_from=3, **CUT) for i in range(4)]
     served.submit(cut, version=0)
-    results, found["num_steps"] = list[Any](), 0
+    results, recorded["num_steps"] = list[Any](), 0
     while len(results) < len(cut):
         results += served.collect(0.0)
-        found["num_steps"] += 1
-    found["guessed_cut"] = cut, sorted(results, key=lambda result: str(result.uid))
+        recorded["num_steps"] += 1
+    recorded["guessed_cut"] = cut, sorted(results, key=lambda result: str(result.uid))
     many = [request(f"m{i}", turns, 24, seed=i, temperature=WARM) for i in range(4)]
-    found["guessed"] = many, decoded(served, many)
+    recorded["guessed"] = many, decoded(served, many)
     stopped = [replace(ask, sampling=replace(ask.sampling, stop=(STOP,))) for ask in cut]
-    found["stopped"] = stopped, decoded(served, stopped)
-    found["guessed_scores"] = served.score([joined(*pair) for pair in zip(*found["guessed_cut"], strict=True)])
+    recorded["stopped"] = stopped, decoded(served, stopped)
+    recorded["guessed_scores"] = served.score([joined(*pair) for pair in zip(*recorded["guessed_cut"], strict=True)])
     served.close()
-    return found
+    return recorded
 
 
 def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
@@ -113,60 +113,62 @@ def with_draft_model(cycle: Path, draft: Path, other: Path) -> dict[str, Any]:
     runner = served._llm.llm_engine.model_executor.driver_worker.worker.model_runner
     model, guesser = runner.get_model(), runner.get_draft_model()
     greedy = [request(f"g{i}", prompt(9 + i, seed=i), 24, temperature=0.0) for i in range(3)]
-    found: dict[str, Any] = {"greedy_drafted": (greedy, decoded(served, greedy))}
-    found["shares"] = [guesser.model.embed_tokens is model.model.embed_tokens, guesser.lm_head is model.lm_head]
+    recorded: dict[str, Any] = {"greedy_drafted": (greedy, decoded(served, greedy))}
+    recorded["shares"] = [guesser.model.embed_tokens is model.model.embed_tokens, guesser.lm_head is model.lm_head]
     before = {name: parameter.clone() for name, parameter in guesser.named_parameters()}
-    found["draft_receipt"] = served.update_weights(WeightUpdate(str(other), 1))
-    found["moved"] = {name for name, tensor in guesser.named_parameters() if not torch.equal(tensor, before[name])}
+    recorded["draft_receipt"] = served.update_weights(WeightUpdate(str(other), 1))
+    recorded["moved"] = {name for name, tensor in guesser.named_parameters() if not torch.equal(tensor, before[name])}
     many = [request(f"o{i}", prompt(9, seed=i), 24, seed=i, temperature=WARM) for i in range(4)]
-    found["other"] = many, decoded(served, many, version=1)
+    recorded["other"] = many, decoded(served, many, version=1)
     # Lose the draft's weights, as in vLLM's sleep level 2 on a GPU: updates restore only the policy's weights.
     served._ask_workers("marsrl_keep_draft")
     for name, parameter in guesser.named_parameters():
         if "embed_tokens" not in name:
             parameter.data.zero_()
     served._ask_workers("marsrl_restore_draft")
-    found["lost"] = {
+    recorded["lost"] = {
         name
         for name, tensor in guesser.named_parameters()
         if not torch.equal(tensor, before[name]) and "embed_tokens" not in name
     }
     served.close()
-    return found
+    return recorded
 
 
 def main(model: Path, changed: Path, cycle: Path, draft: Path, other: Path, out: Path) -> None:
     pretend_triton_for_cpus()
     served = start(model)
     config = served._llm.llm_engine.vllm_config
-    told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
+    recorded: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
     cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
-    told["cut"] = cut, decoded(served, cut)
-    told["again"] = cut, decoded(served, cut)  # decoded again, with cached prefixes
+    recorded["cut"] = cut, decoded(served, cut)
+    recorded["again"] = cut, decoded(served, cut)  # decoded again, with cached prefixes
     whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
-    told["whole"] = whole, decoded(served, whole)
-    told["whole_scores"] = served.score([joined(*pair) for pair in zip(*told["whole"], strict=True)], temperature=1.3)
+    recorded["whole"] = whole, decoded(served, whole)
+    recorded["whole_scores"] = served.score(
+        [joined(*pair) for pair in zip(*recorded["whole"], strict=True)], temperature=1.3
+    )
     on = [
         request(f"{ask.uid}.on", joined(ask, result), 4, seed=100, experts_from=len(joined(ask, result)) - 1, **CUT)
-        for ask, result in zip(*told["cut"], strict=True)
+        for ask, result in zip(*recorded["cut"], strict=True)
     ]
-    told["on"] = on, decoded(served, on)
+    recorded["on"] = on, decoded(served, on)
     long = [request(f"{i}.long", prompt(30, seed=i), 200, seed=i, experts_from=10, **CUT) for i in range(3)]
     served.submit(long, version=0)
     for _ in range(6):
         served.collect(0.0)
     served.abort()
-    told["aborted"] = long, sorted(served.collect(0.0), key=lambda result: result.uid)
-    told["receipt"] = served.update_weights(WeightUpdate(str(changed), 1))
-    told["changed"] = cut, decoded(served, cut, version=1)
-    told["scores"] = served.score([joined(*pair) for pair in zip(*told["changed"], strict=True)])
-    (told["greedy"],) = decoded(served, [request("c", prompt(9), 3, temperature=0.0)], version=1)
-    told["num_decoded"] = served.num_decoded()
+    recorded["aborted"] = long, sorted(served.collect(0.0), key=lambda result: result.uid)
+    recorded["receipt"] = served.update_weights(WeightUpdate(str(changed), 1))
+    recorded["changed"] = cut, decoded(served, cut, version=1)
+    recorded["scores"] = served.score([joined(*pair) for pair in zip(*recorded["changed"], strict=True)])
+    (recorded["greedy"],) = decoded(served, [request("c", prompt(9), 3, temperature=0.0)], version=1)
+    recorded["num_decoded"] = served.num_decoded()
     served.close()
-    told["ngram"] = with_drafts(cycle, draft_tokens=4)
-    told["eagle"] = with_drafts(cycle, draft_tokens=3, draft_model=str(draft))
-    told |= with_draft_model(cycle, draft, other)
-    out.write_bytes(pickle.dumps(told))
+    recorded["ngram"] = with_drafts(cycle, draft_tokens=4)
+    recorded["eagle"] = with_drafts(cycle, draft_tokens=3, draft_model=str(draft))
+    recorded |= with_draft_model(cycle, draft, other)
+    out.write_bytes(pickle.dumps(recorded))
 
 
 def joined(ask: Any, result: Any) -> Any:
@@ -174,7 +176,7 @@ def joined(ask: Any, result: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def recorded(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
     judge.model(
         directory, perturbed(tensors_of(directory), "self_attn")
@@ -189,9 +191,9 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     command = [sys.executable, "-W", "ignore", __file__, directory, changed, cycle, draft, other, out]
     done = subprocess.run(command, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = pickle.loads(out.read_bytes())
-    assert found["runner"] and found["async"]  # as on GPUs
-    return found | {"cycle": cycle, "other_weights": perturbed(of_cycle, "embed_tokens")}
+    results: dict[str, Any] = pickle.loads(out.read_bytes())
+    assert results["runner"] and results["async"]  # as on GPUs
+    return results | {"cycle": cycle, "other_weights": perturbed(of_cycle, "embed_tokens")}
 
 
 def next_of(tokens: Any) -> Any:
@@ -242,30 +244,30 @@ def write_draft(folder: Path, cycle: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ["cut", "whole", "on", "aborted"])
 def test_logprobs_and_kept_tokens_fit_the_sampling_distribution(
-    name: str, told: dict[str, Any], checkpoint: Any, judge: Any
+    name: str, recorded: dict[str, Any], checkpoint: Any, judge: Any
 ) -> None:
     model = judge.model(checkpoint("qwen3_moe"), None)
-    for ask, result in zip(*told[name], strict=True):
+    for ask, result in zip(*recorded[name], strict=True):
         assert_drawn_from(model, ask, result)
 
 
-def test_a_teacher_scores_at_the_temperature_of_the_draws(told: dict[str, Any]) -> None:
-    for score, result in zip(told["whole_scores"], told["whole"][1], strict=True):
+def test_a_teacher_scores_at_the_temperature_of_the_draws(recorded: dict[str, Any]) -> None:
+    for score, result in zip(recorded["whole_scores"], recorded["whole"][1], strict=True):
         np.testing.assert_allclose(score[-len(result.logprobs) :], result.logprobs, atol=ROUNDING, rtol=0)
 
 
-def test_a_seed_repeats_its_draw_and_seeds_draw_differently(told: dict[str, Any]) -> None:
-    for first, second in zip(told["cut"][1], told["again"][1], strict=True):
+def test_a_seed_repeats_its_draw_and_seeds_draw_differently(recorded: dict[str, Any]) -> None:
+    for first, second in zip(recorded["cut"][1], recorded["again"][1], strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert second.num_cached_tokens and not first.num_cached_tokens
-    assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # all from one prompt
+    assert len({result.token_ids.tobytes() for result in recorded["whole"][1]}) == 4  # all from one prompt
 
 
 @pytest.mark.parametrize("name", ["cut", "again", "on", "aborted"])
-def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkpoint: Any) -> None:
+def test_recorded_experts_match_our_engine(name: str, recorded: dict[str, Any], checkpoint: Any) -> None:
     """The requests include a cached prefix, a later segment and an abort."""
-    assert_our_experts(checkpoint("qwen3_moe"), *told[name])
-    assert all(result.routed_experts is None for result in told["whole"][1])  # experts were not requested
+    assert_our_experts(checkpoint("qwen3_moe"), *recorded[name])
+    assert all(result.routed_experts is None for result in recorded["whole"][1])  # experts were not requested
 
 
 def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
@@ -278,18 +280,18 @@ def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
         np.testing.assert_array_equal(np.sort(result.routed_experts), np.sort(right))
 
 
-def test_what_is_given_up_comes_back_as_far_as_it_got(told: dict[str, Any]) -> None:
-    assert all(r.finish is Finish.UNFINISHED and 3 < len(r.token_ids) < 12 for r in told["aborted"][1])
-    every = [r for name in ("cut", "again", "whole", "on", "aborted", "changed") for r in told[name][1]]
-    assert told["num_decoded"] == sum(len(result.token_ids) for result in every)
+def test_aborted_requests_return_their_tokens_so_far(recorded: dict[str, Any]) -> None:
+    assert all(r.finish is Finish.UNFINISHED and 3 < len(r.token_ids) < 12 for r in recorded["aborted"][1])
+    every = [r for name in ("cut", "again", "whole", "on", "aborted", "changed") for r in recorded[name][1]]
+    assert recorded["num_decoded"] == sum(len(result.token_ids) for result in every)
 
 
-def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], checkpoint: Any, judge: Any) -> None:
+def test_decoding_and_scoring_use_the_new_weights(recorded: dict[str, Any], checkpoint: Any, judge: Any) -> None:
     """The update follows an abort during a step; prefixes computed with the old weights are dropped."""
     changed = perturbed(tensors_of(checkpoint("qwen3_moe")), "self_attn")
-    asks, results = told["changed"]
+    asks, results = recorded["changed"]
     whole = [joined(*pair) for pair in zip(asks, results, strict=True)]
-    for score, right in zip(told["scores"], judge(checkpoint("qwen3_moe"), changed, whole), strict=True):
+    for score, right in zip(recorded["scores"], judge(checkpoint("qwen3_moe"), changed, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
     model = judge.model(checkpoint("qwen3_moe"), changed)
     for ask, result in zip(asks, results, strict=True):
@@ -298,22 +300,22 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 
 @pytest.mark.parametrize(("drafts", "most_steps"), [("ngram", 10), ("eagle", 14)])
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
-    drafts: str, most_steps: int, told: dict[str, Any], judge: Any
+    drafts: str, most_steps: int, recorded: dict[str, Any], judge: Any
 ) -> None:
     """Log-probs and kept tokens are those of the sampled distribution.
 
     Draft tokens are accepted as often as their probabilities say.
     """
-    found, model = told[drafts], judge.model(told["cycle"], None)
-    assert found["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and found["drafts_async"]
-    for ask, result in (*zip(*found["guessed_cut"], strict=True), *zip(*found["guessed"], strict=True)):
+    of_drafts, model = recorded[drafts], judge.model(recorded["cycle"], None)
+    assert of_drafts["drafts_by"] == {"ngram": "ngram_gpu", "eagle": "eagle3"}[drafts] and of_drafts["drafts_async"]
+    for ask, result in (*zip(*of_drafts["guessed_cut"], strict=True), *zip(*of_drafts["guessed"], strict=True)):
         assert_drawn_from(model, ask, result)
-    assert found["num_steps"] <= most_steps  # for 24 tokens: top_p leaves few tokens besides the drafted ones
-    assert all(24 - most_steps <= result.num_accepted < 24 for result in found["guessed_cut"][1])
-    assert min(accepted := [result.num_accepted for result in found["guessed"][1]]) >= 0 < sum(accepted)
+    assert of_drafts["num_steps"] <= most_steps  # for 24 tokens: top_p leaves few tokens besides the drafted ones
+    assert all(24 - most_steps <= result.num_accepted < 24 for result in of_drafts["guessed_cut"][1])
+    assert min(accepted := [result.num_accepted for result in of_drafts["guessed"][1]]) >= 0 < sum(accepted)
     with torch.no_grad():
         right = (model(torch.arange(160)[:, None]).logits[:, 0] / WARM).softmax(-1).numpy()
-    asks, results = found["guessed"]
+    asks, results = of_drafts["guessed"]
     last = np.concatenate([joined(*pair)[len(pair[0].token_ids) - 1 : -1] for pair in zip(asks, results, strict=True)])
     expected = right[last, next_of(last)]
     assert 0.5 < expected.mean() < 0.95  # some drafts are rejected
@@ -322,18 +324,18 @@ def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(
 
 
 @pytest.mark.parametrize("drafts", ["ngram", "eagle"])
-def test_experts_and_scores_with_drafts_match_our_engine(drafts: str, told: dict[str, Any], judge: Any) -> None:
-    found = told[drafts]
-    assert_our_experts(told["cycle"], *found["guessed_cut"])
-    whole = [joined(*pair) for pair in zip(*found["guessed_cut"], strict=True)]
-    for score, right in zip(found["guessed_scores"], judge(told["cycle"], None, whole), strict=True):
+def test_experts_and_scores_with_drafts_match_our_engine(drafts: str, recorded: dict[str, Any], judge: Any) -> None:
+    of_drafts = recorded[drafts]
+    assert_our_experts(recorded["cycle"], *of_drafts["guessed_cut"])
+    whole = [joined(*pair) for pair in zip(*of_drafts["guessed_cut"], strict=True)]
+    for score, right in zip(of_drafts["guessed_scores"], judge(recorded["cycle"], None, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("drafts", ["ngram", "eagle"])
-def test_a_stop_text_inside_a_draft_ends_the_completion_there(drafts: str, told: dict[str, Any]) -> None:
-    found = told[drafts]
-    for ask, result, whole in zip(*found["stopped"], found["guessed_cut"][1], strict=True):
+def test_a_stop_text_inside_a_draft_ends_the_completion_there(drafts: str, recorded: dict[str, Any]) -> None:
+    of_drafts = recorded[drafts]
+    for ask, result, whole in zip(*of_drafts["stopped"], of_drafts["guessed_cut"][1], strict=True):
         n = len(result.token_ids)
         np.testing.assert_array_equal(result.token_ids, whole.token_ids[:n])
         assert result.finish is Finish.STOP and len(result.logprobs) == len(result.kept_tokens.counts) == n
@@ -345,32 +347,32 @@ def test_a_stop_text_inside_a_draft_ends_the_completion_there(drafts: str, told:
         assert pairs.index((13, 14)) == len(pairs) - 1
 
 
-def test_greedy_tokens_with_a_draft_model_are_the_policy_s(told: dict[str, Any], judge: Any) -> None:
-    model = judge.model(told["cycle"], None)
-    for ask, result in zip(*told["greedy_drafted"], strict=True):
+def test_greedy_tokens_with_a_draft_model_are_the_policy_s(recorded: dict[str, Any], judge: Any) -> None:
+    model = judge.model(recorded["cycle"], None)
+    for ask, result in zip(*recorded["greedy_drafted"], strict=True):
         with torch.no_grad():
             best = model(torch.from_numpy(joined(ask, result)[:-1].astype(np.int64))[None]).logits[0].argmax(-1).numpy()
         np.testing.assert_array_equal(result.token_ids, best[len(ask.token_ids) - 1 :])
         assert result.num_accepted > 0
 
 
-def test_new_weights_reach_a_draft_only_where_it_shares_them(told: dict[str, Any], judge: Any) -> None:
+def test_new_weights_reach_a_draft_only_where_it_shares_them(recorded: dict[str, Any], judge: Any) -> None:
     """This draft has its own head, and shares the policy's embedding.
 
     After the update, the policy has new weights, and the draft still has its old head.
     """
-    assert told["shares"] == [True, False] and told["moved"] == {"model.embed_tokens.weight"}
-    model = judge.model(told["cycle"], told["other_weights"])
-    for ask, result in zip(*told["other"], strict=True):
+    assert recorded["shares"] == [True, False] and recorded["moved"] == {"model.embed_tokens.weight"}
+    model = judge.model(recorded["cycle"], recorded["other_weights"])
+    for ask, result in zip(*recorded["other"], strict=True):
         assert_drawn_from(model, ask, result)
 
 
-def test_a_draft_survives_a_sleep_that_drops_weights(told: dict[str, Any]) -> None:
-    assert told["lost"] == set()
+def test_a_draft_survives_a_sleep_that_drops_weights(recorded: dict[str, Any]) -> None:
+    assert recorded["lost"] == set()
 
 
-def test_a_greedy_request_is_refused_where_kept_tokens_are_told(told: dict[str, Any]) -> None:
-    assert told["greedy"].finish is Finish.ERROR and "needs a temperature above 0" in told["greedy"].error
+def test_a_greedy_request_cannot_record_kept_tokens(recorded: dict[str, Any]) -> None:
+    assert recorded["greedy"].finish is Finish.ERROR and "needs a temperature above 0" in recorded["greedy"].error
 
 
 if __name__ == "__main__":

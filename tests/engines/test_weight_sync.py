@@ -182,8 +182,8 @@ def test_export_keeps_at_most_a_tensor_and_a_shard_alive(sync, given, tensors, m
 
 def test_a_full_disk_is_reported_and_leaves_no_half_version(sync, given, tensors, tmp_path):
     sync.publish(given(tensors), 0)
-    said = r"version 1 could not be written to .*File too large.*; free space"
-    with files_up_to(10_000), pytest.raises(RuntimeError, match=said):
+    message = r"version 1 could not be written to .*File too large.*; free space"
+    with files_up_to(10_000), pytest.raises(RuntimeError, match=message):
         sync.publish(given(perturbed(tensors, "norm")), 1)
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are needed, but only .* MiB are free; free space"):
@@ -205,16 +205,16 @@ HALVES = [{"a": 1, "b": 2}, {"a": 3}]
 
 
 @pytest.mark.parametrize(
-    ("sent", "held", "said"),
+    ("sent", "held", "message"),
     [
         (HALVES[:1], [{"a": 0, "c": 0, "d": 0}], r"4 of 2 .*0x0, expected 0x1\); b \(not in .*; c \(not sent\)$"),
         (HALVES, [HALVES[0], {"a": 1}], r"1 of 3 .* first shard 1 of 2: a \(checksum 0x1, expected 0x3\)$"),
         (HALVES, [{"a": 1}, {"a": 1}], r"2 of 3 .* first shard 0 of 2: b \(not in the engine\); shard 1 of 2: a \("),
     ],
 )
-def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(checked, sent, held, said):
+def test_missing_extra_and_wrong_tensors_are_reported(checked, sent, held, message):
     checked.check(sent, {1: WeightReceipt(5, sent)}, version=5)
-    with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {said}"):
+    with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {message}"):
         checked.check(sent, {1: WeightReceipt(5, held)}, version=5)
     with pytest.raises(RuntimeError, match="engine 1 reports version 4 after version 5 was sent"):
         checked.check(sent, {0: WeightReceipt(5, sent), 1: WeightReceipt(4, sent)}, version=5)
@@ -312,11 +312,13 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
         assert message is None  # a delta would be longer than the whole
         return
     assert message is not None
-    places, values = decode_delta(message, size, dtype)
-    assert places.tolist() == sorted(set(at))
-    found = before.clone()
-    found[places] = values
-    assert not differs(found, now).any() and len(message) == len(places) * (dtype.itemsize + 2) + 4 * -(-size // BLOCK)
+    positions, values = decode_delta(message, size, dtype)
+    assert positions.tolist() == sorted(set(at))
+    restored = before.clone()
+    restored[positions] = values
+    assert not differs(restored, now).any() and len(message) == len(positions) * (dtype.itemsize + 2) + 4 * -(
+        -size // BLOCK
+    )
 
 
 CPU = torch.device("cpu")
@@ -372,7 +374,7 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 
 
 @pytest.mark.parametrize("who", WAITS)
-def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who: str) -> None:
+def test_giving_up_a_transfer_ends_every_wait(rendezvous: Rendezvous, who: str) -> None:
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(WAITS[who](rendezvous))  # waits for data: both sides are connected
         assert not wait([waiting], timeout=0.5).done
@@ -383,7 +385,7 @@ def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who
             waiting.result(HUNG_S / 4)
 
 
-def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None:
+def test_a_transfer_whose_member_is_late_is_given_up(rendezvous: Rendezvous) -> None:
     start = time.monotonic()
     with pytest.raises(TransferBroken, match=r"^waiting for member1 exceeded sync\.timeout_s = 0\.3 s"):
         store = TransferStore(replace(rendezvous, timeout_s=0.3), rendezvous.client())
@@ -395,7 +397,7 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
 
 
 @pytest.mark.parametrize("held", [None, (7, 8), (9, 7), (9, 9), (8,)])
-def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous, held: Sequence[int] | None) -> None:
+def test_a_tensor_that_the_engine_cannot_hold_is_named(rendezvous: Rendezvous, held: Sequence[int] | None) -> None:
     plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm": (8, 8)}, ())
     with pytest.raises(ValueError, match=re.escape(f"norm has shape {held} in the engine; expected (8, 8)")):
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
