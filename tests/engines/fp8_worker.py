@@ -1,4 +1,6 @@
-"""vLLM's FP8 layers of an H100, without one: `python fp8_worker.py FOLDER RANK WORLD CASE...`, JSON to stdout.
+"""vLLM's FP8 layers of an H100, on a machine without one.
+
+Usage: `python fp8_worker.py FOLDER RANK WORLD CASE...`; prints JSON.
 
 This process makes PyTorch and vLLM believe that it has H100s. That cannot be undone, so it runs nothing else. vLLM's code builds
 layers, loads a checkpoint and rounds it, with all tensors in this host's memory; no kernel uses the results. Then our worker

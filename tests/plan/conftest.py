@@ -1,3 +1,3 @@
-"""Make this folder's helpers and the tiny models of tests/megatron importable by name; process groups do not outlive a test."""
+"""Make helpers of this folder and tests/megatron importable; give each test its own process groups."""
 
 from megatron_models import own_groups  # noqa: F401

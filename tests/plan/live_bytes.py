@@ -1,4 +1,4 @@
-"""Bytes of live tensors, as a device's allocator would count them: the reference for the planner."""
+"""Bytes of live tensors, counted like a device's allocator does: the reference for the planner."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of every storage that an operation creates, until it is freed. peak: maximum of the sum.
+    """Counter of the bytes of storages that operations create, until they are freed.
 
-    Tensors that existed before are not counted; add their bytes yourself. Collectives run on uncounted copies: gloo's thread
-    releases a collective's tensors some time after the waiting thread continues, so that the peak would depend on scheduling.
+    live: current sum. peak: its maximum. Tensors that existed before are not counted; add their bytes yourself. Collectives run
+    on uncounted copies: gloo's thread releases a collective's tensors some time after the waiting thread continues, so the peak
+    would depend on scheduling.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> LiveBytes:
-        """Start to count. Recomputation empties and refills storages without an operation, so their resize_ is patched."""
+        """Start to count. Recomputation resizes storages without an operation, so resize_ is patched too."""
         self._resize = resize = torch.UntypedStorage.resize_
 
         def counted(storage: Any, size: int) -> Any:

@@ -71,7 +71,10 @@ def inputs_on_host() -> Iterator[None]:
 
 @contextmanager
 def rows_of_experts() -> Iterator[list[int]]:
-    """Record how many rows this rank's experts get in each call, because an untrained router distributes them unevenly."""
+    """Yield a list of how many rows this rank's experts get in each call.
+
+    An untrained router distributes rows unevenly.
+    """
     shim.install()
     from marsrl.trainer.learner.megatron.experts import GroupedExperts
 
@@ -87,7 +90,7 @@ def rows_of_experts() -> Iterator[list[int]]:
 
 
 def model(kind: str, folder: Path, **changes: object) -> Path:
-    """Return a model whose sizes all differ, so that no term of a formula can replace another."""
+    """Write a model whose sizes all differ, so that no term of a formula can replace another."""
     sizes: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -129,7 +132,7 @@ def compare(
     """Return {static, peak, working: [measured, planned]} in bytes, of the rank that needs most memory.
 
     reference: directory of a KL term's reference. adapter: settings of an adapter that is trained in place of the model. With
-    router_replay every token has a record, but without experts, so the routing is the same.
+    router_replay=rollout, every token has a record, but no recorded experts, so the routing does not change.
     """
     on_cpu = "full" if recompute == "full_offload" else recompute  # a CPU refuses full_offload
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))

@@ -43,7 +43,7 @@ def pretend_cuda() -> None:
 
 
 def pretend_vllm_on_cuda() -> None:
-    """Use vLLM's CUDA platform in place of the CPU's; compiled parts that the CPU wheel lacks are empty modules."""
+    """Use vLLM's CUDA platform in place of the CPU's; compiled modules that the CPU wheel lacks are empty."""
     for name in ("_C_stable_libtorch", "_moe_C_stable_libtorch", "_C", "_moe_C"):
         sys.modules.setdefault(f"vllm.{name}", types.ModuleType(name))
     for name in ("_vllm_fa2_C", "_vllm_fa3_C"):
@@ -52,7 +52,7 @@ def pretend_vllm_on_cuda() -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
 
     NonNvmlCudaPlatform.device_count = classmethod(lambda cls: num_gpus)  # type: ignore[method-assign, assignment]
-    NonNvmlCudaPlatform.is_cumem_allocator_available = lambda self: True  # type: ignore[method-assign]  # a sleeping engine's
+    NonNvmlCudaPlatform.is_cumem_allocator_available = lambda self: True  # type: ignore[method-assign]  # sleeping engines need it
     platforms._current_platform = NonNvmlCudaPlatform()
     import vllm.config.vllm as config_module
 
@@ -78,7 +78,10 @@ def save_model(name: str, folder: Path) -> Path:
 
 
 def train_command(preset: Path) -> list[str]:
-    """Return the arguments of the last training command in the file's header; none in math_default and cpu_default."""
+    """Return the arguments of the last training command in the file's header.
+
+    The result is empty for math_default and cpu_default.
+    """
     header = [line for line in preset.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
     text = "\n".join(line.removeprefix("#   ").strip() for line in header).replace("\\\n", " ")
     return next((shlex.split(line) for line in reversed(text.splitlines()) if "trainer/main.py" in line), [])
@@ -189,7 +192,7 @@ def _processors(made: Any) -> list[str]:
 
 
 def _attention(made: Any) -> str:
-    """Return the backend that vLLM's CUDA platform picks for the model's layers; FlashInfer is not installed here."""
+    """Return the attention backend that vLLM's CUDA platform picks; FlashInfer is not installed here."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -200,8 +203,9 @@ def _attention(made: Any) -> str:
 
 
 def _draws(made: Any) -> str:
-    """Return the method that samples top-p and top-k in warm-ups; ImportError if it is FlashInfer's, which is not installed
-    here.
+    """Return the method that samples top-p and top-k in warm-ups.
+
+    Raises ImportError if it is FlashInfer's, which is not installed here.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -215,7 +219,7 @@ def with_vllm(config: Any, **options: Any) -> Any:
 
 
 def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
-    """Return {layer: its kernel} of the model that vLLM builds for FP8 weights, on the meta device, without compiled kernels."""
+    """Return {layer: its kernel} of the model that vLLM builds for FP8 weights, on the meta device."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -239,7 +243,7 @@ def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
 
 
 def variants(config: Any, folder: Path) -> dict[str, Any]:
-    """Return engines of the preset with other options of vLLM, and R3."""
+    """Return engines of the preset with other options of vLLM, and with router_replay=rollout (R3)."""
     draft = folder / "draft"
     draft.mkdir()
     (draft / "config.json").write_text(json.dumps(DRAFT))

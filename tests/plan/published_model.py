@@ -1,4 +1,4 @@
-"""A directory that looks like a published model until its weights are read: config.json, and weight files with only headers."""
+"""A directory that looks like a published model: config.json, and weight files with only headers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def save_published(shape: ModelShape, folder: Path) -> Path:
 
 
 def _write_headers(shape: ModelShape, folder: Path) -> None:
-    """Write several files of a few GB, as published models have, because a small machine could not map a single large file."""
+    """Write several files of a few GB each, as published models have.
+
+    A small machine could not map a single large file.
+    """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     num_bytes = 0
     for unit in units(shape, 1):

@@ -92,7 +92,7 @@ def test_an_adapter_is_held_as_planned(
 
 @pytest.mark.slow
 def test_memory_of_a_reference_and_full_optimizer_is_planned(tmp_path: Path) -> None:
-    """The reference has other sizes than the policy, so the test would detect a plan that counts the policy's weights instead."""
+    """The reference has other sizes than the policy, so a plan that counts the policy twice would fail."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
     found = compare(policy, {}, "none", "bfloat16", reference=reference)
     holds(found, 0.03)
@@ -136,13 +136,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
-    holds(reports[name], 0.10)  # 10 %, since the CPU's substitutes for collectives with unequal parts make copies
+    holds(reports[name], 0.10)  # 10 %: on CPUs, the substitutes for collectives with unequal parts make copies
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_gpu_holds_what_is_planned(recompute: str, tmp_path: Path) -> None:
-    """Compares with torch.cuda.max_memory_allocated, which this file's other tests also use if there is a GPU."""
+    """Compares with torch.cuda.max_memory_allocated, as all tests of this file do if there is a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     # With 8192 tokens a cuBLAS workspace (tens of MB) does not matter.

@@ -1,4 +1,4 @@
-"""`marsrl plan`: its formulas give known numbers, it plans every config of the repository, and it refuses wrong settings."""
+"""`marsrl plan` reproduces known numbers, plans every preset, and refuses wrong settings."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ KEEPS_CACHE = {"drmas_math": "16 bits for keys and values"}  # {preset: the reas
 
 @pytest.mark.parametrize("preset", sorted(FITS_ON))
 def test_a_preset_is_within_5_percent_of_the_best_split(preset: str) -> None:
-    """Other splits divide the same number of GPUs differently among training and engines; their engines may have other caches."""
+    """Splits divide the GPUs between training and engines; their engines may have other caches."""
     plan, reason = planned(preset, FITS_ON[preset]), KEEPS_CACHE.get(preset)
     assert reason is None or reason in (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
     for policy in plan.policies:
@@ -126,7 +126,7 @@ def test_an_fp8_cache_is_proposed_only_where_keys_fit_it() -> None:
 
 @pytest.mark.parametrize("preset", sorted(FITS_ON))
 def test_numbers_in_comments_of_a_preset_are_planned(preset: str) -> None:
-    """Free memory is rounded down to whole GiB, or to tenths if the comment has tenths; so are the sequences that fit."""
+    """Free memory is rounded down to GiB, or to tenths if the comment has them; sequences to integers."""
     text = (CONFIGS / f"{preset}.yaml").read_text(encoding="utf-8")
     plan = planned(preset, FITS_ON[preset])
     policy, gpu = plan.policies[0], hw.GPUS[plan.gpu]
@@ -303,7 +303,7 @@ def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
 
 
 def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
-    """While engines decode, the GPU holds only their memory and the host holds the learner's; copying between them takes time."""
+    """While engines decode, the learner's memory is on the host; copying it there and back takes time."""
     half = "rollout.vllm.gpu_memory_utilization=0.5"
     awake, asleep = (planned("single_gpu_colocated", 1, f"trainer.sleep={each}", half) for each in ("false", "true"))
     before, after = (plan.policies[0].configured for plan in (awake, asleep))
@@ -313,7 +313,7 @@ def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
     assert (before.memory.asleep, before.memory.host) == (0, 0) and memory.host == 2 * memory.asleep  # rounded up
     copies_s = 2 * (memory.asleep + memory.weights) / (64e9 * 0.8)  # the publish reads the weights twice
     assert after.time.total - before.time.total == pytest.approx(copies_s)
-    assert before.needed == after.needed  # of an update
+    assert before.needed == after.needed  # an update needs the same memory
     wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95", "trainer.sleep=false")
     assert not wide.fits and not any("CUDA context alone" in note for note in wide.notes)
     assert any(
@@ -321,7 +321,7 @@ def test_a_trainer_that_sleeps_leaves_engines_the_whole_gpu() -> None:
     )
     wide = planned("single_gpu_colocated", 1, "rollout.vllm.gpu_memory_utilization=0.95")
     assert wide.fits and any("CUDA context alone" in note for note in wide.notes)
-    policy = planned("qwen3_4b_1gpu", 1).policies[0]  # its optimizer is in CPU memory anyway
+    policy = planned("qwen3_4b_1gpu", 1).policies[0]  # its optimizer is in host memory even when awake
     assert policy.configured is not None and policy.configured.memory.asleep == policy.configured.memory.weights
     assert policy.configured.needed == policy.engine.taken + hw.PROCESS_BYTES.value
 

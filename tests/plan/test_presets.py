@@ -32,14 +32,14 @@ from marsrl.trainer.config.read import CONFIGS, read_config
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 # Presets whose engine is our own (rollout.engine=local).
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}
-# presets whose engines have rollout.vllm.tensor_parallel GPUs
+# Presets whose engines have several GPUs each (rollout.vllm.tensor_parallel).
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
 EXACT = [
     "standard",
     "greedy",
-]  # how vLLM accepts and draws draft tokens; test_vllm_v2_runner.py shows that this is exact
+]  # vLLM's methods of accepting and drawing draft tokens; test_vllm_v2_runner.py shows that they are exact
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["executor"] == ("mp" if preset in ON_SEVERAL_GPUS else "uni")
     # FlashAttention does not support float32.
     assert engine["attention"] == ("Triton" if preset == "cpu_default" else "Flash") + "AttentionBackend"
-    assert engine["moe"] == "triton"  # the checksums know its layout
+    assert engine["moe"] == "triton"  # checksums expect the layout of this backend
     assert engine["dtype"] == ("torch.float32" if preset == "cpu_default" else "torch.bfloat16")
     assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
 
@@ -93,7 +93,10 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any]) -> None:
-    """The kernels do not pack, transpose, pad, or round to powers of two; routers, embedding and head are not quantised."""
+    """These kernels do not pack, transpose, pad, or round to powers of two.
+
+    Routers, embedding and head are not quantised.
+    """
     layer = "model.layers.0"
     assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
         "model.embed_tokens": "UnquantizedEmbeddingMethod",
@@ -201,7 +204,7 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
         ("Qwen3-30B-A3B", {"hidden_size": 2112}, {"quantization": "fp8", "tensor_parallel": 4},
          "in multiples of 128, but the model's is 2112; set rollout.vllm.quantization to null"),
         ("Qwen3-30B-A3B", {}, {"quantization": "fp8", "tensor_parallel": 4}, None),
-        # The limit holds only for experts, which a dense model lacks.
+        # The limit applies only to experts, and a dense model has none.
         ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),
         ("Qwen3-8B", {}, {"tensor_parallel": 2, "expert_parallel": True},
          "but Qwen3ForCausalLM has none; set it to false"),

@@ -1,4 +1,4 @@
-"""The planner agrees with published steps, updates and decoding speeds (published.yaml), and with a step that we measured."""
+"""The planner agrees with published times and speeds (published.yaml), and with our own measurements."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
     one = Layout(1, 1, 1, 1, 1)
     setup = Training(shape, one, 1, "bfloat16", "none", 4096, batch["micro_batches"], int(hw.HEAD_ROWS.value))
     work = Work(batch["trained_sequences"], batch["trained_tokens"], batch["sampled_tokens"], batch["longest"])
-    h200 = replace(hw.GPUS["h200-141g"], attention=0.14)  # our Triton kernel's share there: the step had no flash-attn
+    h200 = replace(
+        hw.GPUS["h200-141g"], attention=0.14
+    )  # our Triton kernel's share of the peak on an H200; the step ran without flash-attn
     time, memory = step_time(setup, work, h200, sweeps_entropy=False), rank_memory(setup, 0)
     assert time.total == pytest.approx(statistics.median(ours["seconds"]), rel=0.1)
     assert memory.peak - memory.static == pytest.approx(ours["extra_bytes"], rel=0.1)
