@@ -181,9 +181,9 @@ def compare(
     stage = dist.get_rank() * resolved.pipeline // world
     planned = rank_memory(setup, stage)
     parallel.stop(keep_world=True)
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage))
-    peak, static, planned_peak, planned_static, stage = max(found)
+    ranks: list[Any] = [None] * world
+    dist.all_gather_object(ranks, (peak, static, planned.peak, planned.static, planned.stage))
+    peak, static, planned_peak, planned_static, stage = max(ranks)
     return {
         "static": [static, planned_static],
         "peak": [peak, planned_peak],
@@ -195,8 +195,8 @@ def compare(
 def job(models: dict[str, str], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return compare() of each case; kind and reference name models."""
     paths = {name: Path(path) for name, path in models.items()}
-    found = {}
+    results = {}
     for name, case in cases.items():
         kind, reference = case.pop("kind", "qwen3_moe"), paths.get(case.pop("reference", ""))
-        found[name] = compare(paths[kind], **case, reference=reference)
-    return found
+        results[name] = compare(paths[kind], **case, reference=reference)
+    return results

@@ -178,8 +178,8 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
 
 def adapters_of(config: Any) -> dict[str, Any]:
     """Return a preset's adapters, all on one base."""
-    found = {name: config.policies[name].adapter for name in config.pools_of_adapters}
-    return {name: adapter for name, adapter in found.items() if adapter is not None}
+    adapters = {name: config.policies[name].adapter for name in config.pools_of_adapters}
+    return {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
 
 def _processors(made: Any) -> list[str]:
@@ -264,22 +264,22 @@ def main(folder: Path) -> None:
     global num_gpus
     pretend_cuda()
     pretend_vllm_on_cuda()
-    told = {}
+    findings = {}
     for preset in sorted(Path("configs").glob("*.yaml")):
-        num_gpus = min(8, int(found[1])) if (found := re.search(r"--gpus (\d+)", preset.read_text())) else 8
+        num_gpus = min(8, int(match[1])) if (match := re.search(r"--gpus (\d+)", preset.read_text())) else 8
         check = checked(preset, folder, train_command(preset))
-        has_vllm, own = check.config.rollout.engine == "vllm", adapters_of(check.config)
-        told[preset.stem] = {
+        has_vllm, adapters = check.config.rollout.engine == "vllm", adapters_of(check.config)
+        findings[preset.stem] = {
             "engine": engine_config(check.config, folder) if has_vllm else None,
             "adapted": engine_config(check.config, folder, "five") if has_vllm else None,
-            "own_adapters": engine_config(check.config, folder, own) if has_vllm and own else None,
+            "own_adapters": engine_config(check.config, folder, adapters) if has_vllm and adapters else None,
             "prompts": {name: agent.max_input_tokens for name, agent in check.config.agents.items()},
             "variants": variants(check.config, folder) if preset.stem == "qwen3_30b_a3b_8xh100" else None,
         }
         if preset.stem == "qwen3_30b_a3b_8xh100":
             of_fp8 = check.config
-    told["qwen3_30b_a3b_8xh100"]["fp8_layers"] = fp8_layers(of_fp8, folder)  # last: it creates process groups
-    print(json.dumps(told))
+    findings["qwen3_30b_a3b_8xh100"]["fp8_layers"] = fp8_layers(of_fp8, folder)  # last: it creates process groups
+    print(json.dumps(findings))
 
 
 if __name__ == "__main__":

@@ -80,11 +80,11 @@ def planned(config: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, set[str]]
 
 def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
     try:
-        found = preflight(config, world_size)
+        result = preflight(config, world_size)
     except ValueError:
         return True, set()
     mark = " (estimated by marsrl plan's formulas)"
-    return False, {each.removesuffix(mark) for each in shortages_here(found.config, world_size)}
+    return False, {each.removesuffix(mark) for each in shortages_here(result.config, world_size)}
 
 
 def megatron_takes(config: RunConfig) -> bool:

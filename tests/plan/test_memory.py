@@ -84,21 +84,21 @@ def test_an_adapter_is_held_as_planned(
     kind: str, recompute: str, dtype: str, adapter: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = model(kind, tmp_path / "m", intermediate_size=512)
-    found = compare(folder, {}, recompute, dtype, adapter=adapter)
-    holds(found, 0.05)
+    report = compare(folder, {}, recompute, dtype, adapter=adapter)
+    holds(report, 0.05)
     without = compare(folder, {}, recompute, dtype)
-    assert found["static"][0] < 0.5 * without["static"][0]
+    assert report["static"][0] < 0.5 * without["static"][0]
 
 
 @pytest.mark.slow
 def test_memory_of_a_reference_and_full_optimizer_is_planned(tmp_path: Path) -> None:
     """The reference has other sizes than the policy, so a plan that counts the policy twice would fail."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
-    found = compare(policy, {}, "none", "bfloat16", reference=reference)
-    holds(found, 0.03)
+    report = compare(policy, {}, "none", "bfloat16", reference=reference)
+    holds(report, 0.03)
     without = compare(policy, {}, "none", "bfloat16")
     planned = elements(read_shape(reference)).total * 2
-    assert found["static"][1] - without["static"][1] == planned > 0.1 * without["static"][1]
+    assert report["static"][1] - without["static"][1] == planned > 0.1 * without["static"][1]
     holds(compare(policy, {}, "full", "float32", reference=policy, is_distributed=False), 0.03)
 
 

@@ -79,7 +79,7 @@ def shown(plan: Plan, width: int) -> str:
 
 
 @pytest.mark.parametrize("preset", sorted(FITS_ON))
-def test_every_preset_fits_where_it_says(preset: str) -> None:
+def test_every_preset_fits_its_gpus(preset: str) -> None:
     config, _ = read_config(CONFIGS / f"{preset}.yaml")
     plan = planned(preset, FITS_ON[preset])
     assert plan.fits, plan.notes
@@ -134,24 +134,24 @@ def test_numbers_in_comments_of_a_preset_are_planned(preset: str) -> None:
     assert configured is not None and plan.step_s is not None
     options = {(option.layout, option.recompute): option for option in policy.options}
 
-    def leaves(said: str, layout: Layout, recompute: Recompute) -> None:
-        tenths = 10 if "." in said else 1
+    def leaves(written: str, layout: Layout, recompute: Recompute) -> None:
+        tenths = 10 if "." in written else 1
         free = (gpu.memory_bytes - options[layout, recompute].needed) / 2**30
-        assert float(said) == math.floor(free * tenths) / tenths, (layout.words, recompute, free)
+        assert float(written) == math.floor(free * tenths) / tenths, (layout.words, recompute, free)
 
-    for said in re.findall(r"([\d.]+) GiB free", text):
-        leaves(said, configured.layout, configured.recompute)
-    for mode, said in re.findall(r"\b(full|full_offload) leaves ([\d.]+)", text):
-        leaves(said, configured.layout, mode)
-    for words, said, percent in re.findall(r"(\{[^}]*\}) leaves ([\d.]+) and takes (\d+) % longer", text):
+    for quoted in re.findall(r"([\d.]+) GiB free", text):
+        leaves(quoted, configured.layout, configured.recompute)
+    for mode, quoted in re.findall(r"\b(full|full_offload) leaves ([\d.]+)", text):
+        leaves(quoted, configured.layout, mode)
+    for words, quoted, percent in re.findall(r"(\{[^}]*\}) leaves ([\d.]+) and takes (\d+) % longer", text):
         layout = replace(Layout(1, 1, 1, 1, 1), **yaml.safe_load(words))
-        leaves(said, layout, configured.recompute)
+        leaves(quoted, layout, configured.recompute)
         longer = options[layout, configured.recompute].time.total / configured.time.total
         assert round(100 * longer) == 100 + int(percent), longer
-    for said in re.findall(r"GPUs? holds? (\d+) sequences", text):
-        assert int(said) == math.floor(policy.engine.longest_sequences), policy.engine.longest_sequences
-    for said in re.findall(r"a step of (\d+) min", text):
-        assert int(said) == round(plan.step_s / 60), plan.step_s / 60
+    for quoted in re.findall(r"GPUs? holds? (\d+) sequences", text):
+        assert int(quoted) == math.floor(policy.engine.longest_sequences), policy.engine.longest_sequences
+    for quoted in re.findall(r"a step of (\d+) min", text):
+        assert int(quoted) == round(plan.step_s / 60), plan.step_s / 60
 
 
 def test_the_plan_names_presets_that_fit_on_one_gpu() -> None:
@@ -181,7 +181,7 @@ def test_doubled_problems_double_the_time_in_the_same_memory() -> None:
     assert twice.sync.total == once.sync.total
 
 
-def test_no_preset_is_left_out() -> None:
+def test_every_preset_is_planned_or_needs_a_model() -> None:
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == {*FITS_ON, *NEEDS_A_MODEL}
     for preset in NEEDS_A_MODEL:
         with pytest.raises(ValueError, match=r"policies.main.model is not set; set a directory or the name"):
@@ -261,12 +261,14 @@ WIDE = ["rollout.engines=10", "rollout.vllm.tensor_parallel=4", "rollout.vllm.qu
 
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", *WIDE)
-    said = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB; lower rollout.vllm.kv_cache_mib"
-    assert any(said in note for note in plan.notes)
-    own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
-    assert not engine_memory(own, H100).fits  # room for less than one sequence
-    assert engine_memory(replace(own, cache_bytes=2.0**34), H100).fits
-    assert not engine_memory(replace(own, cache_bytes=2.0**36), H100).fits  # more than the GPU has beside the weights
+    message = "cache take 105.1 GiB and NCCL's communicators 0.8 GiB, of 79.1 GiB; lower rollout.vllm.kv_cache_mib"
+    assert any(message in note for note in plan.notes)
+    fixed_cache = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
+    assert not engine_memory(fixed_cache, H100).fits  # room for less than one sequence
+    assert engine_memory(replace(fixed_cache, cache_bytes=2.0**34), H100).fits
+    assert not engine_memory(
+        replace(fixed_cache, cache_bytes=2.0**36), H100
+    ).fits  # more than the GPU has beside the weights
 
 
 MIB = 2.0**20
@@ -293,7 +295,7 @@ def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
     assert policy.configured.needed == files.configured.needed + policy.rank_transfer_bytes
 
 
-def test_nccl_is_named_where_only_its_memory_is_too_much() -> None:
+def test_nccl_is_named_if_only_its_memory_is_too_much() -> None:
     (policy,) = planned("qwen3_30b_a3b_8xh100", 8).policies
     assert policy.configured is not None
     for too_much, named in ((1.0, True), (2 * policy.rank_transfer_bytes, False)):
@@ -351,7 +353,7 @@ def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
     assert any("set loss.correction=tis" in note for note in planned("qwen3_8b", 8, "loss.correction=none").notes)
 
 
-def test_what_does_not_fit_says_why() -> None:
+def test_a_plan_that_does_not_fit_names_the_reasons() -> None:
     plan = planned("qwen3_30b_a3b_8xh100", 8, "policies.main.optimizer.offload=false")
     assert not plan.fits and plan.step_s is None
     assert any("no layout fits on 3 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
@@ -412,15 +414,15 @@ OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engi
         (["--gpus", "8", "--response", "1000000000000"], "rollout.max_response_tokens: Input should be less than"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_plan_arguments_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--config", str(CONFIGS / "qwen3_30b_a3b.yaml"), *words]) == 2
     assert says in capsys.readouterr().err
 
 
 def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
-    own = "model: Qwen3-8B, dtype: bfloat16, layout: {tensor: 2}, recompute: full"
-    other = own.replace("Qwen3-8B", "Qwen3-4B")
-    words = [f"policies={{solver: {{{own}, engines: 5}}, verifier: {{{other}, engines: 3}}}}"]
+    policy_8b = "model: Qwen3-8B, dtype: bfloat16, layout: {tensor: 2}, recompute: full"
+    policy_4b = policy_8b.replace("Qwen3-8B", "Qwen3-4B")
+    words = [f"policies={{solver: {{{policy_8b}, engines: 5}}, verifier: {{{policy_4b}, engines: 3}}}}"]
     words += ["agents.solver.policy=solver", "agents.verifier.policy=verifier"]
     near = planned("drmas_math", 16, *words)
     assert any("share 8 GPUs (solver 5, verifier 3)" in note and "no other split" in note for note in near.notes)

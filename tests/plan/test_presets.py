@@ -43,7 +43,7 @@ EXACT = [
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Findings of preset_worker.py by preset: 25 s in one process that simulates CUDA."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "preset_worker.py")]
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
@@ -55,15 +55,18 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(found) == PRESETS and {name for name in found if found[name]["engine"] is None} == WITHOUT_VLLM
-    return found
+    by_preset: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        sorted(by_preset) == PRESETS
+        and {name for name in by_preset if by_preset[name]["engine"] is None} == WITHOUT_VLLM
+    )
+    return by_preset
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
-def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told: dict[str, Any]) -> None:
-    engine = told[preset]["engine"]
+def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, findings: dict[str, Any]) -> None:
+    engine = findings[preset]["engine"]
     assert engine["runner"] == "V2" and engine["processors"] == [] and engine["logprobs"] == "processed_logprobs"
     assert engine["compile"] == "VLLM_COMPILE" and engine["graphs"] == "FULL_AND_PIECEWISE"
     assert engine["dynamo_off"] is None  # otherwise vLLM's compilation fails: "aot_compile is not supported"
@@ -76,29 +79,33 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
 
 
 @pytest.mark.slow
-def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
-    found = told["qwen3_30b_a3b_8xh100"]["variants"]
-    plain, ours = told["qwen3_30b_a3b_8xh100"]["engine"], found["marsrl"]
+def test_vllm_accepts_other_options_of_an_engine(findings: dict[str, Any]) -> None:
+    variants = findings["qwen3_30b_a3b_8xh100"]["variants"]
+    plain, ours = findings["qwen3_30b_a3b_8xh100"]["engine"], variants["marsrl"]
     assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
     assert ours["logprobs"] == "raw_logprobs" and ours["draws"] == "forward_native"  # FlashInfer would need nvcc
-    assert found["R3"] == plain | {"experts": True}
-    assert found["bfloat16_cache"] == plain | {"kv_cache": "auto"} and plain["kv_cache"] == "fp8"
-    assert found["bfloat16"] == plain | {"weights": None} and plain["weights"] == "fp8_per_block"
+    assert variants["R3"] == plain | {"experts": True}
+    assert variants["bfloat16_cache"] == plain | {"kv_cache": "auto"} and plain["kv_cache"] == "fp8"
+    assert variants["bfloat16"] == plain | {"weights": None} and plain["weights"] == "fp8_per_block"
     assert (
-        found["drafts"] == plain | {"drafts": ["ngram_gpu", 4, *EXACT]} and plain["drafts"] is None and plain["async"]
+        variants["drafts"] == plain | {"drafts": ["ngram_gpu", 4, *EXACT]}
+        and plain["drafts"] is None
+        and plain["async"]
     )
-    assert found["draft_model"] == plain | {"drafts": ["eagle3", 3, *EXACT]}  # also with FP8 weights, and an FP8 cache
-    assert found["extra"] == plain | {"batched": 12345} != plain
+    assert variants["draft_model"] == plain | {
+        "drafts": ["eagle3", 3, *EXACT]
+    }  # also with FP8 weights, and an FP8 cache
+    assert variants["extra"] == plain | {"batched": 12345} != plain
 
 
 @pytest.mark.slow
-def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any]) -> None:
+def test_vllm_fp8_kernels_read_weights_as_they_are_rounded(findings: dict[str, Any]) -> None:
     """These kernels do not pack, transpose, pad, or round to powers of two.
 
     Routers, embedding and head are not quantised.
     """
     layer = "model.layers.0"
-    assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
+    assert findings["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
         "model.embed_tokens": "UnquantizedEmbeddingMethod",
         f"{layer}.self_attn.qkv_proj": "CutlassFp8BlockScaledMMKernel",
         f"{layer}.self_attn.o_proj": "CutlassFp8BlockScaledMMKernel",
@@ -110,27 +117,27 @@ def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
-def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
+def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, findings: dict[str, Any]) -> None:
     """Adapter slots exist only for adapted matrices, with the next larger rank for which vLLM has kernels."""
-    plain, found = told[preset]["engine"], told[preset]["adapted"]
+    plain, adapted = findings[preset]["engine"], findings[preset]["adapted"]
     is_moe = preset.startswith("qwen3_30b_a3b") or preset in ("ulorl", "cpu_default")
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
-    assert found == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
+    assert adapted == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
     assert plain["adapters"] is None
 
 
 @pytest.mark.slow
-def test_vllm_accepts_the_adapters_of_a_preset(told: dict[str, Any]) -> None:
+def test_vllm_accepts_the_adapters_of_a_preset(findings: dict[str, Any]) -> None:
     attention, mlp = ["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]
     for preset, targets in ("qwen3_30b_a3b_adapters_8gpu", attention), ("qwen3_8b_adapters_1gpu", [*attention, *mlp]):
-        assert told[preset]["own_adapters"]["adapters"][:3] == [5, 32, targets]
+        assert findings[preset]["own_adapters"]["adapters"][:3] == [5, 32, targets]
 
 
 @pytest.mark.slow
-def test_preset_agents_get_prompts_of_their_configured_length(told: dict[str, Any]) -> None:
+def test_preset_agents_get_prompts_of_their_configured_length(findings: dict[str, Any]) -> None:
     for preset in PRESETS:
         config, _ = read_config(CONFIGS / f"{preset}.yaml")
-        assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
+        assert findings[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
 
 
 HEAD = "10.11.12.13:6379"
@@ -179,7 +186,7 @@ def test_rejections_name_the_nearest_setting_that_works(
     assert len(found) == (says is not None) and all(re.search(str(says), sentence) for sentence in found), found
 
 
-def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
+def test_gpus_of_all_policies_engines_are_counted() -> None:
     three, one = (RolloutConfig(engines=engines) for engines in (3, 1))
     assert num_engine_gpus((three, one)) == 4 and refusals((three, one), NODE, weight_files=None) == ()
     (sentence,) = refusals((three, one, one), NODE, weight_files=None)
@@ -210,14 +217,14 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
          "but Qwen3ForCausalLM has none; set it to false"),
     ],
 )  # fmt: skip
-def test_a_model_is_cut_where_it_comes_out_even(
+def test_tensor_parallel_must_divide_the_model(
     model: str, changes: dict[str, Any], options: dict[str, Any], says: str | None
 ) -> None:
     found = why_not_cut(replace(KNOWN[model], **changes), VllmOptions.model_validate(options))
     assert (found is None) == (says is None) and (found is None or found.endswith(str(says))), found
 
 
-def test_an_address_of_this_machine_is_known_as_such() -> None:
+def test_addresses_of_this_machine_are_recognised() -> None:
     assert is_this_host("127.0.0.1:6379") and is_this_host("ray://localhost:10001") and is_this_host("auto")
     assert not is_this_host("192.0.2.200:6379") and not is_this_host("no-such-host.invalid:6379")
 
@@ -240,7 +247,7 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
         ({"quantization": "fp8"}, "cuda", Records(), None),
     ],
 )
-def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
+def test_unsupported_vllm_options_name_an_alternative(
     options: dict[str, Any], device: str, records: Records, says: str | None
 ) -> None:
     found = vllm_refusals(VllmOptions.model_validate(options), device, records)

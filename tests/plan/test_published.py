@@ -62,7 +62,7 @@ def measured(file: str) -> Any:
     return json.loads((CONFIGS.parent / "benchmarks/results/nvidia_h200" / file).read_text(encoding="utf-8"))
 
 
-def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
+def test_the_plan_of_a_step_matches_an_h200() -> None:
     record = measured("train_step.json")
     batch, ours = record["batch"], record["results"]["DMMPT off"]["rows"]["ours"]
     shape = replace(KNOWN["Qwen3-30B-A3B"], num_layers=4)
@@ -87,7 +87,7 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
     assert time.optimizer > 1.5 * seconds("multi_tensor")  # norm, clipping and bfloat16 weights in addition to AdamW
 
 
-def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
+def test_the_plan_of_the_head_matches_an_h200() -> None:
     tables = [table for file in ("headline.json", "headline_with_peers.json") for table in measured(file)["tables"]]
     ratios = []
     for table in tables:
