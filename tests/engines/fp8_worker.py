@@ -174,7 +174,7 @@ def findings(folder: Path, case: str, rank: int, world: int) -> dict[str, Any]:
 def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:
     pretend_cuda()
     pretend_vllm_on_cuda()
-    torch.ops._C.silu_and_mul = None  # compiled for GPUs
+    torch.ops._C.silu_and_mul = None  # the CPU build lacks this op; it is never called
     accelerator: Any = torch.accelerator
     accelerator.empty_cache, accelerator.max_memory_allocated = lambda: None, lambda: 0
     from vllm.model_executor.models.registry import _LazyRegisteredModel

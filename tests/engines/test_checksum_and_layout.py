@@ -232,7 +232,7 @@ def test_concurrent_senders_send_to_different_shards():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("blocks", "size"),  # sizes of blocks: matrices, rows, columns; some blocks need several rounds
+    ("blocks", "size"),  # number and size of blocks in each dimension; some blocks need several rounds
     [
         ((1, 2, 2), (1, 300, 1000)),
         ((1, 3, 1), (1, 300, 500)),

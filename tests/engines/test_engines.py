@@ -196,7 +196,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directo
 def test_a_teacher_scores_samples_of_mixed_lengths_and_repeats(engine, directory, judge):
     engine.update_weights(WeightUpdate(str(directory), 0))
     samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
-    for _ in range(2):  # also with cached prefixes
+    for _ in range(2):  # the second time with cached prefixes
         for found, right in zip(engine.score(samples, temperature=1.0), judge(directory, None, samples), strict=True):
             np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
 

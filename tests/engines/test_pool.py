@@ -247,10 +247,12 @@ def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch.add([ask("c.0", new=140)])  # the request goes to an idle engine
     assert uids(dispatch.take()) == {home: ["c.0"]}
     dispatch.forget_homes(1 - home)
-    dispatch.add([ask("a.0", length=400)])  # 141 tokens of work, compared with 101 and a prefill worth 40
+    dispatch.add(
+        [ask("a.0", length=400)]
+    )  # home would have 141 tokens of work; the other engine 101, and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
-    dispatch.add([ask("a.0", length=300)])  # a prompt whose prefill costs as much as 30 decoded tokens
+    dispatch.add([ask("a.0", length=300)])  # now the prefill is worth only 30
     assert uids(dispatch.take()) == {1 - home: ["a.0"]}
     for uid in ("a.0", "c.0"):
         dispatch.end(uid)
@@ -344,7 +346,7 @@ class Steps(ScriptedEngine):
             raise EngineLost("gone")
         if self.now + 1 in self.go:
             assert self.go[self.now + 1].wait(60)
-        time.sleep(0.005)  # a call that returns too early has time to do so
+        time.sleep(0.005)  # leaves a call time to return too early, if it has this bug
         self.now += 1
         return super().collect(timeout_s)
 
@@ -379,8 +381,8 @@ def test_results_that_are_not_urgent_come_together():
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
-    engine.on_clock = engine.go[41].set  # the given time begins before the next step
-    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # results wait no longer than the given time
+    engine.on_clock = engine.go[41].set  # the time limit starts before the next step
+    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # results wait no longer than the time limit
     assert thread.collect(0.0, is_urgent=True).value == []
     engine.go[130].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]

@@ -61,7 +61,7 @@ class Engine:
 
 engines = [Engine.remote(), Engine.remote()]
 print(*sorted(ray.get([engine.gpu.remote() for engine in engines])))
-for child in psutil.Process().children():  # the raylet alone: its answer to SIGTERM depends on who dies first
+for child in psutil.Process().children():  # only the raylet: its reaction to SIGTERM depends on which process dies first
     if child.name() == "raylet":
         child.terminate()
 time.sleep(2)
@@ -129,7 +129,7 @@ class Program:
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[str, Path]]:
     """Run `ray start --head` with a token and two simulated GPUs; yield the cluster's address and HOME."""
-    # A folder of pytest's would be too long a path for Ray's sockets.
+    # pytest's tmp_path is too long for the paths of Ray's sockets.
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
         (folder / "home").mkdir()

@@ -57,7 +57,7 @@ def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
     n, generator = 300, torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, n, generator=generator).T * 4
     logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf
-    logits[0, 0], logits[0, -1] = -torch.inf, 0.0  # a noise of zero does not draw the first token
+    logits[0, 0], logits[0, -1] = -torch.inf, 0.0  # noise 0 must not draw the first token, whose probability is 0
     points = noise(n, 5)
     points[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     exact = logits.double().log_softmax(-1)

@@ -40,7 +40,7 @@ from marsrl.rollout.types import Finish
 pytestmark = pytest.mark.slow
 
 STOP = "w013 w014"  # stop string of two tokens of the cycle
-WARM = 1.3  # some drafts are rejected, so few tokens suffice
+WARM = 1.3  # temperature at which some drafts are rejected, so that few tokens suffice
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
 
 
@@ -238,7 +238,10 @@ def write_draft(folder: Path, cycle: dict[str, torch.Tensor]) -> None:
     tensors |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in norms} | {"norm.weight": torch.ones(hidden)}
     tensors |= {"midlayer.self_attn.o_proj.weight": torch.zeros(hidden, 64), "lm_head.weight": head}
     tensors |= {"midlayer.mlp.down_proj.weight": torch.zeros(hidden, 96), "fc.weight": torch.eye(hidden, 3 * hidden)}
-    tensors |= {"d2t": torch.full((16,), 5), "t2d": torch.zeros(vocab, dtype=torch.bool)}  # of tokens 5 to 20
+    tensors |= {
+        "d2t": torch.full((16,), 5),
+        "t2d": torch.zeros(vocab, dtype=torch.bool),
+    }  # the draft's tokens are 5 to 20
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

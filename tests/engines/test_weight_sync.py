@@ -323,7 +323,7 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
 
 CPU = torch.device("cpu")
 HUNG_S = 240.0  # longer than any wait in these tests
-MANY = 1 << 20  # numbers of a bucket, more than sockets buffer
+MANY = 1 << 20  # elements of a bucket; more than sockets can buffer
 
 
 @pytest.fixture

@@ -325,7 +325,7 @@ def results(op: Taken, tensors: Tensors, upstream: Callable[[Tensor], Tensor] | 
 
 
 def tensors_of(op: Taken) -> Tensors:
-    """Return the same tensors at each call."""
+    """Create the op's tensors, with the same values at each call."""
     torch.manual_seed(0)
     return op.tensors()
 

@@ -69,7 +69,7 @@ def check_single_rows(device: str = "cpu") -> None:
     assert all(map(torch.equal, there_and_back, (rows, *given)))
 
 
-# Widths around a vector and a block of columns (16 when interpreted); one expert per token, and all of them.
+# Widths around a vector and a block of columns (16 when interpreted); one expert per token, and all experts.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 16, 33])
 @pytest.mark.parametrize("routing_map", [(6, 5, 2), (7, 4, 1), (4, 3, 3), (1, 9, 8), None])

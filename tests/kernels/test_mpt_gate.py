@@ -21,7 +21,7 @@ def implementation(request, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
     torch.set_default_device("cuda" if request.param == "triton" and not IS_INTERPRETED else None)
     yield
-    torch.set_default_device(None)  # "cpu" would stay a mode, which torch.compile traces differently
+    torch.set_default_device(None)  # not "cpu": this would leave a device mode active, which torch.compile traces
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])

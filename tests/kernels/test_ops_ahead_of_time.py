@@ -33,7 +33,7 @@ def test_segments_are_summed(target):
         sequence_sums_triton(tensor(T, dtype=FP32), None, ints(S + 1))
 
 
-@pytest.mark.parametrize("width", [768, 12288])  # 768 is the width of an expert; a dense layer has no weights
+@pytest.mark.parametrize("width", [768, 12288])  # an expert, with weights; a dense layer, without
 def test_swiglu(width, target):
     with compile_well(target, ["forward_rows", "gradient_rows"], is_wide=True):
         both_ways(TritonSwiglu(), (tensor(T, 2 * width), tensor(T, dtype=FP32) if width == 768 else None), (True, True))
@@ -42,7 +42,7 @@ def test_swiglu(width, target):
 @pytest.mark.parametrize("width, is_rotated", [(128, False), (2048, False), (5120, False), (128, True), (64, True)])
 def test_rms_norm(width, is_rotated, target):
     rotation = tensor(T // 4, width, dtype=FP32) if is_rotated else None
-    args = tensor(T, 3 * width)[:, :width], tensor(width), rotation, 1e-6, 0.0  # keys of a fused projection
+    args = tensor(T, 3 * width)[:, :width], tensor(width), rotation, 1e-6, 0.0  # x is a view of a fused projection
     with compile_well(target, ["forward_rows", "gradient_rows"], is_wide=True):
         out, scales = TritonRmsNorm().forward(*args)
         TritonRmsNorm().backward(args, (scales,), (out,), (True, True, False))

@@ -132,7 +132,7 @@ def test_a_nan_stays_in_its_row_and_reaches_the_weight_of_a_norm():
 def test_weight_gradients_keep_their_dtype_and_float64_works(ours, eager):
     x, weight = torch.randn(8, 8, dtype=BF16), torch.rand(8, requires_grad=True)
     out = ours(x, weight)
-    out.sum().backward()  # an expanded gradient
+    out.sum().backward()  # the incoming gradient is an expanded tensor
     assert (out.dtype, weight.grad.dtype) == (BF16, FP32) and x.grad is None
     exactly = ours(x.double(), weight.detach().double())
     torch.testing.assert_close(exactly, eager(x.double(), weight.detach().double()))

@@ -138,4 +138,4 @@ if __name__ == "__main__":
     _, WORLD, FOLDER = sys.argv
     start_processes(
         run_rank, (int(WORLD), FOLDER), nprocs=int(WORLD), start_method="fork"
-    )  # the first failure ends all
+    )  # if a rank fails, the others are ended

@@ -164,7 +164,7 @@ class Publishing:
                     engine.forget()
                 self.learner.sleeps = True
                 sync.publish(self.learner, 3)
-                if kind == "ipc":  # to an engine that replaces a lost one
+                if kind == "ipc":  # as for an engine that replaces a lost one
                     for engine in self.engines[1:]:
                         engine.forget()
                     sync.send_again(self.learner, 3, 1 if results else None)

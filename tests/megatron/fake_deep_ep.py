@@ -104,7 +104,7 @@ class Buffer:
         **others: Any,
     ) -> tuple[Any, ...]:
         CALLS.append("dispatch")
-        if handle is not None:  # the gradient of combine
+        if handle is not None:  # this call computes the gradient of a combine
             return handle.there(x[handle.tokens]), None, None, None, None, Event()
         assert topk_idx is not None and topk_weights is not None and topk_weights.dtype == torch.float32
         assert is_token_in_rank is not None and num_tokens_per_expert is not None
@@ -124,7 +124,7 @@ class Buffer:
 
 
 class HybridEPBuffer:
-    """Rows leave sorted by this rank's experts."""
+    """Like Buffer, but dispatched rows are sorted by this rank's experts."""
 
     def __init__(self, group: Any, **sizes: Any) -> None:
         self.group = group
@@ -139,7 +139,7 @@ class HybridEPBuffer:
         **others: Any,
     ) -> tuple[Any, ...]:
         CALLS.append("dispatch_with_permute")
-        if handle is not None:  # the gradient of combine
+        if handle is not None:  # this call computes the gradient of a combine
             sent, token_of, _, _ = handle
             return sent.there(hidden[sent.tokens])[token_of], None, None, None, handle
         assert routing_map is not None and probs is not None and probs.dtype == torch.float32

@@ -175,7 +175,7 @@ def updates(
     return numbers, tokens, errors
 
 
-POLICIES = ("a", "b")  # policies of the agents
+POLICIES = ("a", "b")  # policies of agents 0 and 1
 MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
 ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["mlp"]}},

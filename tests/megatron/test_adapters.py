@@ -203,7 +203,7 @@ def test_an_adapter_shared_by_experts_can_start_once_split(tmp_path: Path) -> No
         torch.testing.assert_close(scored(policy, [sample]), tiny.hf_logprobs(judge, sample)[0], atol=2e-5, rtol=0)
 
 
-POLICIES = ("a", "b", "a")  # policies of the agents 0, 1, 2
+POLICIES = ("a", "b", "a")  # policies of agents 0, 1 and 2
 MOE = {"rank": 4, "expert_rank": 2, "alpha": 8, "targets": ["attention", "experts"]}
 PAIRS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {"a": {"rank": 8, "alpha": 16}, "b": {"rank": 4, "alpha": 2, "targets": ["attention"]}},

@@ -42,7 +42,7 @@ RESUMED = {
 }  # fmt: skip
 # {layout: values of trainer.router_replay}
 UPDATED = {"dp2": ["rollout"], "tp2_ep2": ["rollout", "recompute"], "pp2": ["rollout", "recompute"], "cp2": ["rollout"]}
-# Cases with tensor or pipeline ranks recompute. Adapters without recomputation are compared with PEFT by test_parity.py.
+# Cases with tensor or pipeline ranks use recomputation. Adapters without recomputation are compared with PEFT by test_parity.py.
 ADAPTED: dict[str, dict[str, tuple[dict[str, int], str]]] = {
     "qwen3": {
         "dp2": ({}, "none"),

@@ -59,8 +59,8 @@ def test_the_head_knows_its_rows_without_the_device(
         policy.score(batches)
         stats = step(policy, batches)
     assert stats.is_updated
-    # Other files may wait: our CPU kernels, which have no device to wait for, and the step itself, which must know whether it is
-    # applied and reads its results.
+    # Other files may wait: our CPU kernels, which have no device to wait for, and the step itself, which reads its results and
+    # must know whether its update is applied.
     of_model = {f"trainer/learner/megatron/{name}.py" for name in ("head", "attention", "context", "experts", "model")}
     assert not waits.found & {"trainer/data/packing.py", *of_model}
     # Megatron's layers, including the dispatch to experts, never wait.

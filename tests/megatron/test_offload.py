@@ -34,7 +34,7 @@ class TwoMemories(TorchFunctionMode):
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             asks_offloading = "cpu_offloading" in sys._getframe(1).f_code.co_filename
             return asks_offloading and not hasattr(args[0], "in_host_memory")
-        # Memory is not pinned, which would need a GPU's driver.
+        # Pinning memory would need a GPU's driver, so it is skipped.
         out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))
         if func is Tensor.cpu and out is args[0]:
             out = (
@@ -136,7 +136,7 @@ def test_layers_recomputed_from_host_inputs_give_equal_gradients(
 
     expected = gradients()
 
-    # full_offload only in the model: the learner's own check refuses it without a GPU.
+    # Set full_offload only in the model, because the learner refuses it without a GPU.
     build_model, to_host, moved = model.build_model, model.to_host, list[Tensor]()
     offloading = {"recompute": "full_offload"}
     monkeypatch.setattr(

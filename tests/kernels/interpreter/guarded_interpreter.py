@@ -120,7 +120,7 @@ def _leave_out_unread_work() -> None:
     """
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     for_good = interpreter._patch_lang(FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
-    for_good._changes.clear()  # a launch that has ended restores nothing
+    for_good._changes.clear()  # the end of a launch must not undo the patch
     interpreter._patch_lang = lambda _: for_good
     dtype_of = interpreter._get_np_dtype
     by_name: dict[str, np.dtype] = {}  # dtypes by Triton name; Triton builds such a table at every call

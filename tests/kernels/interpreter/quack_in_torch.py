@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-# Keyword arguments of Epilogue.gemm. Those that only tune the GEMM on a GPU are ignored here.
+# Keyword arguments of Epilogue.gemm. Here, arguments that only tune the GEMM on a GPU have no effect.
 WORDS = ("epi_args", "tile_M", "tile_N", "cluster_M", "cluster_N", "pingpong")
 
 
