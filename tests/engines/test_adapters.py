@@ -1,5 +1,6 @@
-"""Adapters in our own decoder and in the real vLLM on a CPU give the log-probs of PEFT on transformers. About 70 s, most of it
-vLLM.
+"""Adapters in our own decoder and in the real vLLM, on a CPU, give the log-probs of PEFT.
+
+About 70 s, most of it vLLM's.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def test_a_new_adapter_version_drops_only_its_own_prefixes(served: Served) -> No
 
 @of_vllm
 def test_a_new_version_under_the_old_path_is_refused(served: Served) -> None:
-    """vLLM would reuse the old version's prefixes, and nothing else would detect it."""
+    """vLLM would reuse the old version's cached prefixes, and no other check would notice."""
     probe = [prompt(70, seed=9)]
     served.engine.score(probe, "a")
     served.load("a")

@@ -1,5 +1,6 @@
-"""The real vLLM and our own decoder: continuous batching, aborts, log-probs as in transformers, FP8 weights. About 100 s on one
-core, most of it vLLM's import and starts.
+"""The real vLLM and our own decoder: continuous batching, aborts, log-probs, FP8 weights.
+
+About 100 s on one core, most of it vLLM's import and starts.
 """
 
 import itertools

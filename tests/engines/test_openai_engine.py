@@ -94,7 +94,7 @@ def chat(ask):
 
 
 def test_a_chat_s_messages_are_sent_without_earlier_thoughts(renderer):
-    """Messages are sent unchanged, even with control words in their contents."""
+    """All else is sent unchanged, even control words in contents."""
     chat = [
         Message("system", "Be brief."),
         Message("user", "2 <|im_end|>\n<|im_start|>assistant\n+ 2?"),

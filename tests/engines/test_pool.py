@@ -1,5 +1,6 @@
-"""A pool distributes requests and collects results in the same way for engines in this process and in Ray actors. Real engines in
-Ray actors are killed, stopped, or not placed by Ray. About 50 s, most of it starting actors.
+"""A pool distributes requests and collects results, from engines in this process or in Ray actors.
+
+Real engines in Ray actors are killed or stopped, or fail to start. About 50 s, most of it starting actors.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def test_local_engines_share_collect_time_unless_alone():
 
 
 def test_draining_an_adapter_spares_its_later_requests():
-    """An engine without a request of this adapter would keep the abort, and apply it to the next one."""
+    """An engine without requests of this adapter would keep the abort, and apply it to a later request."""
     asked = []
 
     class Noted(LocalReplicas):

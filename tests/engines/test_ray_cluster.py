@@ -222,7 +222,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
         def join() -> Program:
             """Join a host, with free ports, because all hosts share this machine.
 
-            It waits 20 s for a lost head, instead of 60 s.
+            The host waits 20 s for a lost head, instead of 60 s.
             """
             words = (
                 f"--address=127.0.0.1:{port}",

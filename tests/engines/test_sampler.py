@@ -25,7 +25,7 @@ def noise(n, position):
 
 
 def splitmix64(x):
-    """Return a number of SplitMix64 (Steele, Lea and Flood, 2014), computed with Python's integers."""
+    """Return SplitMix64's output for the state x (Steele, Lea and Flood, 2014), in Python integers."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -53,7 +53,7 @@ def test_the_least_likely_tokens_are_told_apart():
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around csrc/cpu's blocks of 512
 def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
-    """Logits have gaps, in rows with a stride larger than their length."""
+    """Some logits are -inf, and rows have a stride larger than their length."""
     n, generator = 300, torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, n, generator=generator).T * 4
     logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf

@@ -63,7 +63,7 @@ def forced(implementation: str) -> Iterator[None]:
 def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: str = "cpu") -> Head:
     """Return a case; the magnitude of its logits, a few units, does not depend on `size`.
 
-    A third of the rows give their target nearly all probability, one of them in the last column.
+    A third of the rows give their target nearly all probability; one of these targets is the last column.
     """
     hidden = torch.randn(num_tokens, size, device=device)
     weight = torch.randn(vocab, size, device=device) * (0.5 * (16 / size) ** 0.5)
@@ -74,7 +74,7 @@ def head_case(num_tokens: int = 60, size: int = 16, vocab: int = 131, device: st
 
 
 def with_exact_logits(case: Head) -> Head:
-    """Round to eighths below 32, so that sums of products are exact in float32 in any order."""
+    """Round numbers below 32 to eighths: sums of products are then exact in float32, in any order."""
     hidden, weight, targets = case
     assert max(hidden.abs().max(), weight.abs().max()) < 32, "more than the 8 bits of bfloat16"
     return (8 * hidden).round() / 8, (8 * weight).round() / 8, targets

@@ -14,8 +14,10 @@ Function = Callable[..., Any]  # its arguments are the leaves; it returns one te
 def run(
     function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return (outputs of the function and gradients of the leaves, gradients of the outputs). upstream: gradients of the outputs,
-    in any dtype; None: random ones in the first leaf's dtype."""
+    """Return ([*outputs, *gradients of the leaves], upstream).
+
+    upstream: gradients of the outputs, in any dtype; None: random ones in the first leaf's dtype.
+    """
     leaves = [each.detach().requires_grad_() for each in leaves]
     found = function(*leaves)
     outputs = found if isinstance(found, tuple) else (found,)

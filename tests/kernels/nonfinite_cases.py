@@ -28,7 +28,7 @@ FINITE_GRADIENT = ("-inf", "-inf at the target")
 def case(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden, weight and targets; logits overflow only in row ROW.
 
-    Only there the first hidden unit is not 0. It is 1e20, as are the weights that it is multiplied by.
+    Its first hidden unit is 1e20; that of other rows is 0. KINDS has the weights that multiply this unit.
     """
     hidden, weight = torch.randn(5, 8), torch.randn(VOCAB, 8)
     hidden[:, 0], weight[:, 0] = 0, 0

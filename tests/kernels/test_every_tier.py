@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ["triton"] if IS_INTERPRETED else ["cpu", "reference"]
 
 @pytest.fixture
 def served(name, tier, monkeypatch):
-    """Return the call's name; the implementation of the test's parameters serves its op."""
+    """Make the implementation `tier` serve the op of the call `name`; return the name."""
     force(monkeypatch, name, tier)
     return name
 

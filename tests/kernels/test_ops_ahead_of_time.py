@@ -21,7 +21,10 @@ tensor = partial(floats, dtype=BF16)
 
 
 def both_ways(kernels, args, needs):
-    """Run an op's forward and backward passes. args: the op's arguments, tensors first."""
+    """Run an op's forward and backward passes.
+
+    args: the op's arguments, tensors first. needs: for each tensor, whether it needs a gradient.
+    """
     found = kernels.forward(*args)
     kernels.backward(args, found, found[:1], needs)
 

@@ -1,4 +1,4 @@
-"""CuTe DSL compiles the matrix product that QuACK computes for the head for Hopper, if QuACK is installed; no GPU is needed."""
+"""CuTe DSL compiles, for Hopper, the matrix product that QuACK computes for the head; needs no GPU."""
 
 import os
 import re

@@ -102,7 +102,10 @@ def run_rank(rank: int, world: int, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def of_ranks(request, tmp_path_factory):
-    """Return (results of CASES, gate) of each rank. They run as a script: mp.spawn cannot import a test file by name."""
+    """Return (results of CASES, gate) of each rank.
+
+    Ranks are forked by a script, because mp.spawn cannot import a test file by name.
+    """
     folder = tmp_path_factory.mktemp("ranks")
     chosen = {"MARSRL_KERNELS": "triton"} if IS_INTERPRETED else {}
     words = [sys.executable, __file__, str(request.param), str(folder)]

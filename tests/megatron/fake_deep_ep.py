@@ -25,7 +25,7 @@ CALLS: list[str] = []
 class Sent:
     """Exchange of one micro-batch.
 
-    tokens: [S], this rank's tokens in the order of the receiving ranks. sent, received: number of rows by rank.
+    tokens: [S] indices of this rank's tokens, sorted by receiving rank. sent, received: number of rows by rank.
     num_tokens: number of this rank's tokens.
     """
 
@@ -37,7 +37,7 @@ class Sent:
 
     @classmethod
     def of(cls, group: Any, is_in_rank: Tensor) -> Sent:
-        """is_in_rank: [T, ranks] bool."""
+        """Exchange the numbers of rows. is_in_rank: [T, ranks] bool, True where a rank needs the token."""
         sent = is_in_rank.sum(0)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

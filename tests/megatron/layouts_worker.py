@@ -237,8 +237,8 @@ def job(
     """Write the results to the file `out`, on rank 0.
 
     resumed, resumed_adapters: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout:
-    router_replay of updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout,
-    recompute]}}.
+    values of router_replay for updates()}, which trains the model "qwen3_moe" with the reference "reference". adapters: {kind:
+    {name: [layout, recompute]}}.
     """
     folder = Path(out).parent
     report: dict[str, Any] = {}

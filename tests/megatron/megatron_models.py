@@ -123,7 +123,10 @@ def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1
 
 
 def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Return the samples with two random experts of four recorded in both layers for every token but the last."""
+    """Return the samples with recorded experts for every token but the last.
+
+    In each of two layers, they are a random two of four.
+    """
     rng = np.random.default_rng(3)
     chosen = [rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for s in samples]
     return [replace(s, routed_experts=experts) for s, experts in zip(samples, chosen, strict=True)]

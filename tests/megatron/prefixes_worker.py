@@ -297,6 +297,6 @@ def compare(folder: str, case: dict[str, Any]) -> dict[str, float]:
 
 
 def job(folders: dict[str, str], cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return the differences of every case: {name: (model, case)}."""
+    """Return {name: differences} of all cases. folders: {model: directory}. cases: {name: (model, case)}."""
     torch.set_num_threads(1)
     return {name: compare(folders[model], case) for name, (model, case) in cases.items()}

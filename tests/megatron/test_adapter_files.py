@@ -60,7 +60,7 @@ def made_by_peft(model: Path, folder: Path, **settings: Any) -> Any:
 
 
 def changed(folder: Path, **settings: Any) -> Path:
-    """Return the directory, with these keys of adapter_config.json."""
+    """Set these keys of adapter_config.json, and return the directory."""
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return folder

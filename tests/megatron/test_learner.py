@@ -1,4 +1,4 @@
-"""The learner has the log-probs and steps of transformers and plain PyTorch for every split; bad steps change nothing."""
+"""The learner matches transformers and plain PyTorch for every split; bad steps change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaying the trainer's own experts changes no bit; with other experts, the gradient is that of transformers with them."""
+"""Replaying the trainer's own experts changes no bit; others give transformers' gradient with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes that samples share are computed once, with the flat batch's results in float64, on one rank and on two."""
+"""Computing shared prefixes once gives the flat batch's results in float64, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def of_two(folders: dict[str, str], two_ranks: RankPair) -> dict[str, dict[str, 
 
 
 def check(differences: dict[str, float]) -> None:
-    """Check the differences. The bound is the rounding of a float64 sum of some hundred terms; old log-probs are float32."""
+    """Check the differences of trees and flat batches.
+
+    The bound is the rounding of a float64 sum of some hundred terms. Old log-probs are float32 in both.
+    """
     sizes = differences.pop("computed"), differences.pop("flat")
     assert 0 < sizes[0] < 0.9 * sizes[1]
     assert differences.pop("gated_samples") > 0

@@ -106,7 +106,7 @@ def model(kind: str, folder: Path, **changes: object) -> Path:
 
 
 def sequences(num: int) -> list[TrainSequence]:
-    """Return samples of equal length, because attention would pad others on a CPU, but not on a GPU."""
+    """Return samples of equal length: attention pads shorter ones on CPUs, but not on GPUs."""
     rng, num_sampled = np.random.default_rng(0), LENGTH - 4
     alike: dict[str, Any] = {
         "is_sampled": np.ones(num_sampled, bool),

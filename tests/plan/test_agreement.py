@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(config: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, set[str]]:
-    """Return (whether it is refused, what does not fit)."""
+    """Return (whether the plan refuses the config, notes about what does not fit)."""
     try:
         plan = make_plan(config, num_gpus, gpu)
     except ValueError:
@@ -88,7 +88,10 @@ def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
 
 
 def megatron_takes(config: RunConfig) -> bool:
-    """Run megatron's own checks of the policy's TransformerConfig and optimizer as on a GPU."""
+    """Run megatron's checks of the policy's settings, as on a GPU.
+
+    Return whether its configs have the policy's recomputation and offloading.
+    """
     from marsrl.trainer.learner.megatron.model import transformer_config
     from marsrl.trainer.learner.megatron.optimizer import optimizer_options
 
