@@ -63,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(params=["csrc/cpu", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with both implementations of our C++ code: csrc/cpu, and PyTorch, which GPUs use."""
+    """Run the test with csrc/cpu, and with the PyTorch code that GPUs use in its place."""
     if request.param == "torch":
         monkeypatch.setattr(library, "why_no_cpu_library", lambda: "left out by the test")
     elif reason := library.why_no_cpu_library():

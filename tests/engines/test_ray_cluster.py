@@ -283,7 +283,7 @@ def test_this_host_is_found_by_its_address() -> None:
     assert own_address("localhost") == "127.0.0.1"
     with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is not an address of this host"):
         own_address("192.0.2.77")
-    # torchrun's loopback address, which no other host reaches; an address of another host
+    # MASTER_ADDR may be a loopback address of torchrun, which other hosts cannot reach, or an address of another host.
     for other in ("127.0.0.3", "192.0.2.77"):
         os.environ["MASTER_ADDR"] = other
         assert own_address() != other and address_towards("192.0.2.1") in (None, own_address())

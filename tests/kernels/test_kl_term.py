@@ -95,7 +95,7 @@ def test_importance_truncated_by_tis_biases_the_kl_gradient(implementation: str)
 
 
 def test_the_table_of_the_kl_estimates_is_right() -> None:
-    """docs/numerics.md: differences of the expected gradient and value from the exact ones, in percent."""
+    """docs/numerics.md lists how far expected gradients and values are from the exact ones, in percent."""
 
     def percent(number: float) -> str:
         return f"{100 * number:.0f} %" if number > 1e-6 else "0"

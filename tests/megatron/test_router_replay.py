@@ -1,4 +1,4 @@
-"""Replaying the trainer's own experts changes no bit; others give transformers' gradient with them."""
+"""Replayed experts: the trainer's own change no bit; others give the gradient of transformers."""
 
 from __future__ import annotations
 
