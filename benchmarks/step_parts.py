@@ -65,9 +65,8 @@ class Clocks:
         self.start()
 
     def start(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(
-            lambda: [0, 0.0, 0.0]
-        )  # calls, wall-clock seconds, CPU seconds
+        # Calls, wall-clock seconds, CPU seconds.
+        self.seconds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
         self._began = time.perf_counter(), time.process_time()
 
     def whole(self) -> tuple[float, float]:

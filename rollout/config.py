@@ -104,9 +104,8 @@ def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = 
 def _http_url(value: str, info: ValidationInfo) -> str:
     """Validate a server's URL and strip its trailing slash."""
     parts = urlsplit(value)
-    if (
-        parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
-    ):  # .port raises ValueError if invalid
+    # .port raises ValueError if invalid.
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
         raise ValueError(f"{info.field_name} is {value!r}; expected http://host[:port]... or https://...")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(

@@ -68,10 +68,8 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
                 "object on each line"
             )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # for instance thousands of digits in a number, or thousands of nested brackets
+    except (ValueError, RecursionError) as error:
+        # For instance, a number has thousands of digits, or thousands of brackets are nested.
         return BadLine(f"not readable as JSON: {error}")
     return _object(row)
 

@@ -309,9 +309,8 @@ class Team:
             completion.until_read(),
         )
         renderer, finish = self.renderer(ask.agent), read.finish
-        text = (
-            renderer.decode(completion.token_ids) if completion.text is None else completion.text
-        )  # the text is None after a restart or an error
+        # The text is None after a restart or an error.
+        text = renderer.decode(completion.token_ids) if completion.text is None else completion.text
         read_text = text if read is completion else renderer.decode(read.token_ids)
         turn_start, in_thought = present_turn(renderer, prompt_text, read, read_text)
         sample = Sample(

@@ -304,9 +304,10 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             stack.callback(judge.close)
         tools = gateway = None
         if config.external is not None:
+            # Imported here, because most runs need no HTTP server.
             from marsrl.rollout.gateway.server import (
                 open_gateway,
-            )  # Imported here, because most runs need no HTTP server.
+            )
 
             servers = {name: each.openai.api for name, each in config.policies.items() if each.openai is not None}
             agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers, servers)

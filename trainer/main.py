@@ -86,9 +86,8 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
 
         from marsrl.trainer.start import prepare
 
-        prepared = prepare(
-            config, origin, is_dry=options.dry_run
-        )  # The run's lock is held until this function returns.
+        # The run's lock is held until this function returns.
+        prepared = prepare(config, origin, is_dry=options.dry_run)
     except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import refusal
 

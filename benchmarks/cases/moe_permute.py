@@ -66,9 +66,8 @@ def _build(shape: Shape) -> Bench:
 
         does = "sums in the rows' dtype; synchronises with a GPU"
         variants.append(compared.variant("megatron-core, unfused", partial(megatron, **routing), does))
-    num_bytes = (
-        4.0 * (TOP_K + 1) * hidden.nbytes
-    )  # both ops and both gradients; each reads tokens and writes rows, or the reverse
+    # Both ops and both gradients; each reads tokens and writes rows, or the reverse.
+    num_bytes = 4.0 * (TOP_K + 1) * hidden.nbytes
     flops = 2.0 * TOP_K * hidden.numel()
     return Bench(variants, partial(compared.judge, partial(_eager, **routing)), flops, num_bytes, 2 * hidden.nbytes)
 

@@ -242,9 +242,8 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
     if loss.kl != "none":
         is_own = first.reference in ("start", "past")
         scored_reference = shape if is_own else find_shape(first.reference)
-        reference = (
-            None if adapters and is_own else scored_reference
-        )  # takes no memory: the frozen base is the reference, without an adapter or with an earlier one
+        # Takes no memory: the frozen base is the reference, without an adapter or with an earlier one.
+        reference = None if adapters and is_own else scored_reference
     # Old log-probs, experts to replay and counts of experts each need a forward pass of the policy before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1

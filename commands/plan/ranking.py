@@ -105,9 +105,8 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
     most = max(memory.peak * (1 + hw.FRAGMENTATION.value) + job.shared_bytes, between)
     needed = most + hw.PROCESS_BYTES.value
     time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
-    read_again = (
-        0 if training.adapters or not training.sleeps else memory.weights
-    )  # a publish needs the weights on the GPU, to send them and to compute checksums
+    # A publish needs the weights on the GPU, to send them and to compute checksums.
+    read_again = 0 if training.adapters or not training.sleeps else memory.weights
     time.offloading += 2 * (memory.asleep + read_again) / (gpu.pcie * hw.LINK_SHARE.value)
     return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
 

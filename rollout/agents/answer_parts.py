@@ -149,9 +149,8 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
                 return None
             sets = [item for _, item in known]
             region = combined(*sets)
-            return names.pop(), Union(*sets) if alike == (
-                ",",
-            ) and region.is_empty else region  # x < 1, x > 2 means the union
+            # "x < 1, x > 2" means the union.
+            return names.pop(), Union(*sets) if alike == (",",) and region.is_empty else region
     sides, operators = split(part, _RELATIONS)
     if operators == [r"\in"] and (inner := _region(sides[1])) and _is_name(sides[0]):
         return joined(normal(sides[0]), fold=True), inner[1]

@@ -38,10 +38,11 @@ _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
 # A placeholder, or doubled braces, which escape a literal {word}.
 _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
+# The keys for yes and no, in the order of a parser's expressions.
 _KINDS = {
     "verdict": ("correct", "wrong"),
     "route": ("enough", "missing"),
-}  # the keys for yes and no, in the order of a parser's expressions
+}
 _KEYS = ("turns", *PARSERS, "form", "purpose")
 _SPEAKERS = ("system", "user", "assistant")
 # Matches an unknown placeholder {word}, but not LaTeX, where braces follow a command, an argument, or a sub- or superscript.
@@ -76,11 +77,12 @@ class PromptSet:
 
         turns = self.turns[role]
         filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
+        # Other agents' texts may show the form without asking for it.
         shown_texts = (
             values.get("problem", ""),
             self.suffix,
             *(turn.content for turn in turns),
-        )  # other agents' texts may show the form without asking for it
+        )
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*shown_texts):
             below.append(self.form)

@@ -80,11 +80,11 @@ def same_answer(reference: str, answer: str) -> bool:
         return chosen is not None and (chosen[1] or chosen[2]).upper() == (choice[1] or choice[2])
     if _is_text(plain_reference):
         return _SET.fullmatch(plain_reference) is not None and _elements(plain_reference) == _elements(plain_answer)
+    # 100,200 is a number or a list.
+    readings = (True, False) if "," in plain_reference and "," in plain_answer else (True,)
     return any(
         max(nesting(a), nesting(b)) <= _MOST_NESTED and same_parts(a, b)
-        for thousands in (
-            (True, False) if "," in plain_reference and "," in plain_answer else (True,)
-        )  # 100,200 may be a list
+        for thousands in readings
         for a, b in [(_tokens(reference, thousands), _tokens(answer, thousands))]
     )
 

@@ -130,8 +130,7 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     ordered = ordered.masked_fill(drop, -torch.inf)
     probabilities = ordered.softmax(-1)
-    before = (
-        probabilities.cumsum(-1) - probabilities
-    )  # total probability of more likely tokens; 0 for the first token, which is always kept
+    # Total probability of more likely tokens; 0 for the first token, which is always kept.
+    before = probabilities.cumsum(-1) - probabilities
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     return torch.empty_like(logits).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

@@ -213,9 +213,8 @@ class Lineages:
     # For each call, number of calls begun before it was answered.
     _answered: dict[int, int] = field(default_factory=dict)
     _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # tokens of each agent's samples
-    _latest: deque[tuple[int, Ask, Sequence[str]]] = field(
-        default_factory=lambda: deque(maxlen=_LATEST)
-    )  # latest calls with long answers: (number, request, excerpts of the answer)
+    # Latest calls with long answers: (number, request, excerpts of the answer).
+    _latest: deque[tuple[int, Ask, Sequence[str]]] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
     def check(self, ask: Ask) -> None:
         """Raise Refused if the call names a new lineage and the session already has the maximum number of names."""

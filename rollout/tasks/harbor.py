@@ -26,9 +26,8 @@ from typing import Any
 from marsrl.rollout.types import Problem
 
 _REWARDS = "/logs/verifier/reward"
-_CANARY = re.compile(
-    r"\A(?:\s*(?:<!--|#)[^\n]*canary[^\n]*\n)+", re.IGNORECASE
-)  # text that marks leaked benchmarks; not part of the instruction
+# Text that marks leaked benchmarks; not part of the instruction.
+_CANARY = re.compile(r"\A(?:\s*(?:<!--|#)[^\n]*canary[^\n]*\n)+", re.IGNORECASE)
 _TIMEOUT_S, _BUILD_S = 600.0, 600.0  # Harbor's defaults
 _SUPPORTED = {
     "docker_image",
@@ -173,9 +172,8 @@ def main(words: Sequence[str]) -> int:
         _checked("exec", "-u", "root", container, "sh", "-c", "rm -rf /tests /logs/verifier; mkdir -p /logs/verifier")
         _checked("cp", f"{folder}/tests", f"{container}:/tests")
         given = [f"-e{name}={os.path.expandvars(value)}" for name, value in verifier.get("env", {}).items()]
-        _docker(
-            "exec", *given, container, "bash", "/tests/test.sh", timeout_s=verifier_s
-        )  # the verifier's reward counts, not its exit code
+        # The verifier's reward counts, not its exit code.
+        _docker("exec", *given, container, "bash", "/tests/test.sh", timeout_s=verifier_s)
         print(_reward(container))
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"{folder.name}: {error}", file=sys.stderr)

@@ -296,9 +296,8 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
             raise TypeError(f"its output is {type(result).__name__}, expected text or a list of texts")
     except ToolError as error:
         return _error(str(error)), False
-    except (
-        BaseException
-    ) as error:  # includes SystemExit, which would silently end the thread, so that the call would never end
+    except BaseException as error:
+        # SystemExit would end the thread silently, and the call would never return.
         _log.warning("tool %s failed: %s", lane.name, error, exc_info=error)
         return _error(f"{lane.name} failed: {type(error).__name__}: {error}"), False
     kept = even_shares([len(part) for part in parts], lane.limits.max_output_chars)

@@ -107,9 +107,8 @@ def as_key(where: Sequence[str]) -> str:
     """Return the catalog's name for a key that a user wrote: agents.solver.top_p -> agents.<name>.top_p."""
     name = ""
     for part in where:
-        is_extra = (
-            f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()
-        )  # The section has fixed and free keys.
+        # The section has fixed and free keys.
+        is_extra = f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()
         is_named = is_extra or (name in all_keys() and all_keys()[name].free)
         name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
     return name

@@ -48,10 +48,11 @@ def barrier() -> None:
     meeting.number += 1
     arrivals, all_arrived, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
     if store.add(arrivals, 1) == world_size():
+        # All ranks have left the previous meeting.
         for key in (
             f"{meeting.number - 1}/here",
             f"{meeting.number - 1}/all",
-        ):  # All ranks have left the previous meeting.
+        ):
             store.delete_key(key)
         store.set(all_arrived, "")
     else:
@@ -69,9 +70,8 @@ class _Meeting:
     number: int = 0
 
 
-_MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = (
-    weakref.WeakKeyDictionary()
-)  # Keyed by the process group's store.
+# Keyed by the process group's store.
+_MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = weakref.WeakKeyDictionary()
 
 
 def _meeting() -> _Meeting:

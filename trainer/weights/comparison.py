@@ -30,9 +30,8 @@ from marsrl.trainer.learner.learner import Learner, Together
 from marsrl.trainer.learner.other_roundings import Precision
 
 _NUM_SEQUENCES, _NUM_OF_EACH = 16, 4  # number of sequences for a single policy, and for each of several adapters
-ADAPTERS_AT_ONCE = (
-    _NUM_SEQUENCES // _NUM_OF_EACH
-)  # The probe of this many adapters has as many tokens as the probe of one model.
+# The probe of this many adapters has as many tokens as the probe of one model.
+ADAPTERS_AT_ONCE = _NUM_SEQUENCES // _NUM_OF_EACH
 _NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median difference: 3 x the noise's median; later, 2 x the first ratio.
 _SHARE = 0.2

@@ -353,9 +353,8 @@ class VllmEngine(Engine):
             if output.finish_reason is not None:
                 ended[running.key] = Finish.STOP if str(output.finish_reason) == "stop" else Finish.LENGTH
                 is_cut = running.key in self._watched and self._is_cut(running)
-                if (
-                    is_cut and len(running.token_ids) < running.num_watched
-                ):  # cut at a stop string within the step's tokens
+                # Cut at a stop string within the step's tokens.
+                if is_cut and len(running.token_ids) < running.num_watched:
                     ended[running.key] = Finish.STOP
         return self._results(ended)
 

@@ -46,9 +46,8 @@ def confine(settings: dict[str, Any]) -> None:
 
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the kernel kills this process before the trainer
-    options = (
-        f"nr_inodes={settings['tmp_inodes']}".encode()
-    )  # bubblewrap bounds a tmpfs's bytes, not its number of files
+    # Bubblewrap bounds a tmpfs's bytes, not its number of files.
+    options = f"nr_inodes={settings['tmp_inodes']}".encode()
     must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")
     if settings["uid"]:
         os.setgroups([])

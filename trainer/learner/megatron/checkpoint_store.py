@@ -186,9 +186,8 @@ def policy_state(
     state: dict[str, Any] = {}
     for part, module in {"model": model, "reference": past}.items():
         if module is not None:
-            state[
-                part
-            ] = {  # Leaves out TransformerEngine's FP8 objects, which are pickles, and empty in float32 and bfloat16.
+            # Leave out TransformerEngine's FP8 objects: they are pickles, and empty in float32 and bfloat16.
+            state[part] = {
                 name: value
                 for name, value in module.sharded_state_dict(metadata=metadata).items()
                 if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))

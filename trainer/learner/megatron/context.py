@@ -78,9 +78,8 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)]) // size
     positions, rows = [], []
     for r in range(size):
-        first = torch.stack(
-            [chunks * r, chunks * (2 * size - 1 - r)], 1
-        ).flatten()  # Start of each chunk in its sequence.
+        # Start of each chunk in its sequence.
+        first = torch.stack([chunks * r, chunks * (2 * size - 1 - r)], 1).flatten()
         sizes = chunks.repeat_interleave(2)
         start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
         position = torch.arange(int(sizes.sum())) + (first - start).repeat_interleave(sizes)

@@ -60,9 +60,8 @@ class GroupedExperts(MegatronModule):
         # The adapter's part of these matrices' output (adapter.py).
         self.adapted: Callable[[Sequence[str], Tensor, Tensor], Tensor | None] = lambda names, rows, counts: None
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
-            set_tensor_model_parallel_attributes(
-                weight, True, dimension, 1
-            )  # Otherwise the gradient norm counts only one rank's part.
+            # Otherwise the gradient norm counts only one rank's part.
+            set_tensor_model_parallel_attributes(weight, True, dimension, 1)
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # selects DDP's group
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:

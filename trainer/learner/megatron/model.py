@@ -172,9 +172,8 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
     dtype = torch.bfloat16 if policy.decided_dtype == "bfloat16" else torch.float32
     layers = choose_layers(policy.layers)
     fusions = choose_fusions(layers)
-    moe: dict[str, Any] = {
-        "moe_token_dispatcher_type": "alltoall"
-    }  # The default rejects variable lengths, also without experts.
+    # The default rejects variable lengths, also without experts.
+    moe: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}
     if shape.num_experts:
         moe |= {
             "num_moe_experts": shape.num_experts,

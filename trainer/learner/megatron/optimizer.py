@@ -169,9 +169,8 @@ class Optimizer:
                 for group in adam.param_groups:
                     for parameter in group["params"]:
                         adam.state[parameter] = {
-                            "step": torch.tensor(
-                                0.0, device=parameter.device
-                            ),  # The fused update expects `step` on this device.
+                            # The fused update expects `step` on this device.
+                            "step": torch.tensor(0.0, device=parameter.device),
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }

@@ -19,9 +19,8 @@ from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
 
 _current: list[Layout] = []  # Layout of the existing groups; megatron has one set per process.
-_own_world: list[
-    bool
-] = []  # Not empty if start() created the default process group; vLLM in this process may have created it instead.
+# Not empty if start() created the default process group; vLLM in this process may have created it instead.
+_own_world: list[bool] = []
 
 
 def world_size() -> int:
