@@ -23,9 +23,10 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, this section lists the numbers that our preset shares with the paper, the numbers that differ and why, the numbers
-that neither text nor code states (as far as we know), and the values that differ in other presets. `python docs/papers.py` writes
-the section from `docs/papers.yaml` and the presets. *Script*: the code published with the paper. Results:
+Each heading names a paper and its preset. The section begins with the numbers that are the same in both, by their place in the
+paper; *script* means the code published with the paper. A table then has the numbers that differ, with reasons. *Not stated*
+lists numbers that, as far as we know, neither text nor code states. A last paragraph has the values that differ in other presets
+of the paper. `python docs/papers.py` writes these sections from `docs/papers.yaml` and the presets. For results, see
 [evidence.md](evidence.md)."""
 
 
