@@ -337,8 +337,8 @@ class RolloutConfig(Settings):
     (rollout.engine=local) without overlap, rebalance and ray_address; else disaggregated"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
-    """between stages, move an engine from the least loaded policy to the most loaded one, if the latter decoded more than
-    twice as much and has room (docs/clusters.md)"""
+    """between stages, move an engine from the least loaded policy to the most loaded one, if the latter's engines worked more
+    than twice as long in two consecutive stages (docs/clusters.md)"""
     threads: Ranks | None = Field(None, description="CPU threads of one engine; default: an even share of all cores")
     ray_address: str | None = None
     """Ray cluster to join, host:port. here or here:port (default 6379): start one that other hosts join with `ray start`.

@@ -36,7 +36,7 @@ def check_answers(
     words: Annotated[
         list[str] | None,
         Argument(
-            metavar="FILE", help="jsonl, parquet or HF dataset directory; or key.sub=value (task=math, data.train)"
+            metavar="FILE", help="jsonl, parquet or HF dataset directory; or a setting, key.sub=value (task=math)"
         ),
     ] = None,
     config: Config = None,

@@ -8,7 +8,7 @@ CRITICISE = "\n\nSay in two sentences what is wrong or missing here. Do not solv
 
 
 class Critic(Orchestration):
-    """One agent solves, one criticises, and one solves again after reading both."""
+    """Team of a Solver, a critic, and a reviser that solves again after reading both."""
 
     agents = (AgentSpec("solver"), AgentSpec("critic", Role.ADVISER), AgentSpec("reviser", Role.CORRECTOR))
 

@@ -192,7 +192,7 @@ class MptConfig(Settings):
     """mean entropy to compare with mpt.entropy: per sample, or over the whole batch (which must fit into one micro-batch per
     rank); off: no masking"""
     probability: float = Field(0.99, gt=0, le=1)
-    """tokens with at least this probability are well mastered, and masked where the gate is open"""
+    """tokens with at least this probability are well mastered; positive samples with a mean entropy below `entropy` mask them"""
     entropy: float = Field(0.2, gt=0)
     """mean entropy in nats below which a positive sample masks its well-mastered tokens; set it lower for a model whose entropy
     starts below it"""
