@@ -100,12 +100,12 @@ def shown(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def by_reason(found: Iterable[tuple[str, str]]) -> str:
+def by_reason(pairs: Iterable[tuple[str, str]]) -> str:
     """Join (text, reason) pairs, with texts of the same reason together."""
     texts: dict[str, list[str]] = {}
-    for text, why in found:
+    for text, why in pairs:
         texts.setdefault(why, []).append(text)
-    return "; ".join(f"{', '.join(each)} ({why})" for why, each in texts.items())
+    return "; ".join(f"{', '.join(group)} ({why})" for why, group in texts.items())
 
 
 def differing(key: str, config: RunConfig, others: Iterable[RunConfig]) -> str:
@@ -126,7 +126,7 @@ def numbers() -> str:
         for row in paper.rows:
             if not row.why:
                 same.setdefault(row.where, []).append(ours[row.key])
-        parts.append("\n".join(f"- {where}: {', '.join(found)}" for where, found in same.items()))
+        parts.append("\n".join(f"- {where}: {', '.join(entries)}" for where, entries in same.items()))
         changed = [row for row in paper.rows if row.why and row.value is not None]
         lines = ["| where | paper | ours | why |", "|---|---|---|---|"]
         for row in sorted(changed, key=lambda row: row.where):
@@ -136,8 +136,8 @@ def numbers() -> str:
             parts.append(f"Not stated: {by_reason(chosen)}.")
         if paper.others:
             configs = [paper.config(other) for other in paper.others]
-            found = by_reason((differing(key, config, configs), why) for key, why in paper.whys.items())
-            parts.append(f"{', '.join(paper.others)}: the same, except for {found}.")
+            differences = by_reason((differing(key, config, configs), why) for key, why in paper.whys.items())
+            parts.append(f"{', '.join(paper.others)}: the same, except for {differences}.")
     return "\n\n".join(parts) + "\n"
 
 
