@@ -476,8 +476,8 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """maximum number of fixed inputs: of a Verifier in total, half of them with right solutions; of a Corrector with right
-    solutions, and as many with wrong ones"""
+    """maximum number of fixed inputs (solutions). A Verifier gets half of them right and half wrong; a Corrector gets this many
+    right and this many wrong ones"""
 
     @property
     def most_verdicts(self) -> int:

@@ -13,9 +13,8 @@ import sys
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment
 
-os.environ["PATH"] = (
-    f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # has uv, which installs what the harness's program needs
-)
+# verifiers finds uv on PATH, and uv installs the packages of the harness's program.
+os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 endpoint = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
 problem = json.load(sys.stdin)  # its id selects the task, as in verifiers_env.py
 seat = {"harness": {"id": os.environ.get("VERIFIERS_HARNESS", "null")}, "runtime": {"type": "subprocess"}}

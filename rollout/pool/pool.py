@@ -452,7 +452,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._faults.failed += 1
             del self._losses[uid]
             _log.warning("policy %s: request %s is abandoned and its sample has no reward: %s", self.name, uid, reason)
-            why = f"abandoned: its engine was lost rollout.max_request_attempts times, the last time while it ran alone: {reason}"
+            why = f"abandoned: it lost rollout.max_request_attempts engines or more, the last one while it ran alone: {reason}"
             self._over.append(DecodeResult.without_tokens(uid, Finish.ERROR, self._version, why))
             return is_back
         self._faults.resubmitted += len(requests)
