@@ -101,11 +101,11 @@ def shown(value: Any) -> str:
 
 
 def by_reason(pairs: Iterable[tuple[str, str]]) -> str:
-    """Join (text, reason) pairs, with texts of the same reason together."""
+    """Return (text, reason) pairs as a list, with texts of the same reason in one line."""
     texts: dict[str, list[str]] = {}
     for text, why in pairs:
         texts.setdefault(why, []).append(text)
-    return "; ".join(f"{', '.join(group)} ({why})" for why, group in texts.items())
+    return "\n".join(f"- {', '.join(group)}: {why}" for why, group in texts.items())
 
 
 def differing(key: str, config: RunConfig, others: Iterable[RunConfig]) -> str:
@@ -133,11 +133,12 @@ def numbers() -> str:
             lines.append(f"| {row.where}: {row.quantity} | {shown(row.value)} | {ours[row.key]} | {row.why} |")
         parts.append("\n".join(lines))
         if chosen := [(ours[row.key], row.why) for row in paper.rows if row.why and row.value is None]:
-            parts.append(f"Not stated: {by_reason(chosen)}.")
+            parts.append("The paper does not state these values:\n\n" + by_reason(chosen))
         if paper.others:
             configs = [paper.config(other) for other in paper.others]
             differences = by_reason((differing(key, config, configs), why) for key, why in paper.whys.items())
-            parts.append(f"{', '.join(paper.others)}: the same, except for {differences}.")
+            others = " and ".join([*([", ".join(paper.others[:-1])] if paper.others[1:] else []), paper.others[-1]])
+            parts.append(f"{others} {'have' if paper.others[1:] else 'has'} the same values, except:\n\n{differences}")
     return "\n\n".join(parts) + "\n"
 
 

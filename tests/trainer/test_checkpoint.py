@@ -167,7 +167,9 @@ def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory)
     assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so a kill during the next save loses nothing
     save(writer(run), 8)
     (run.checkpoints / "latest").unlink()
-    with pytest.raises(RuntimeError, match="is missing, but there is step_4, step_8; the newest intact one is step_8"):
+    with pytest.raises(
+        RuntimeError, match="is missing, but the folder has step_4, step_8; the newest intact one is step_8"
+    ):
         load(run)
 
 

@@ -312,19 +312,19 @@ class RunDirectory:
         if not pointer.exists():
             steps = self.steps_on_disk()
             if len(steps) > 1:
-                raise CheckpointError(f"{pointer} is missing, but there is {_named(steps)}")
+                raise CheckpointError(f"{pointer} is missing, but the folder has {_named(steps)}")
             # If there is a single checkpoint, the run was killed between renaming that checkpoint and writing `latest`.
             return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         match = _STEP.fullmatch(content)
         if not match:
             raise CheckpointError(
-                f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}"
+                f"{pointer} holds {content!r}, expected step_N; the folder has {_named(self.steps_on_disk())}"
             )
         path = self.checkpoints / content
         if not path.is_dir():
             raise CheckpointError(
-                f"{pointer} names {content}, which does not exist; there is {_named(self.steps_on_disk())}"
+                f"{pointer} names {content}, which does not exist; the folder has {_named(self.steps_on_disk())}"
             )
         return Checkpoint(path, int(match[1]))
 
@@ -337,7 +337,7 @@ def refuse_file_of_a_run(path: Path) -> None:
 
 
 def _named(steps: list[int]) -> str:
-    return ", ".join(f"step_{step}" for step in steps) or "no checkpoint at all"
+    return ", ".join(f"step_{step}" for step in steps) or "no checkpoint"
 
 
 @contextmanager
