@@ -62,7 +62,9 @@ def plan(
     gpus: Annotated[int, Option(min=1, max=65_536, help="total number of GPUs, including those of the engines")],
     settings: Settings = None,
     config: Config = None,
-    gpu: Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"] = "h100-80g",
+    gpu: Annotated[
+        Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"], Option(help="model and memory of each GPU")
+    ] = "h100-80g",
     response: Annotated[int | None, Option(help="maximum tokens per completion (rollout.max_response_tokens)")] = None,
     mean_response: Annotated[
         float | None, Option(help="mean tokens per completion (default: 0.35 of the maximum)")
