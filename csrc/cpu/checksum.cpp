@@ -32,8 +32,8 @@ MARSRL_CLONES uint64_t word_sum(const char* data, int64_t runs, int64_t words, u
 
 }  // namespace
 
-// Returns the sum of mix(word_i xor key_i) mod 2^64, with key_i = (i + 1) * golden, over runs of words. Runs have equal lengths,
-// and each is contiguous in memory, with any alignment. Run r begins at the tensor's word first + r * stride.
+// Returns the sum of mix(word_i xor key_i) mod 2^64, with key_i = (i + 1) * golden, over some words of a tensor. data has `runs`
+// runs of `words` words, one after the other, with any alignment. Run r has the tensor's words from first + r * stride on.
 MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
   return word_sum(data, runs, words, first, stride);
 }

@@ -1,8 +1,8 @@
 // Draws one token per row of logits; rollout/engines/sampler.py defines the result.
 //
-// The first pass adds up e^(x - maximum) block by block in double. The second pass finds the first block whose cumulative sum
-// passes noise times the total, and then the drawn token within that block. Rows are independent, so results do not depend on the
-// number of threads.
+// One pass finds the row's maximum, and a second adds up e^(x - maximum) block by block in double. The drawn token is in the first
+// block whose cumulative sum exceeds noise times the total; only this block is read again. Rows are independent, so results do not
+// depend on the number of threads.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -48,7 +48,7 @@ void cumulative_sums(const float* x, int64_t columns, float maximum, double* sum
 // Returns the first token at which the cumulative sum passes noise times the total; never a token of probability 0.
 int64_t token_at(const float* x, int64_t columns, float maximum, const double* sums, double noise) {
   const int64_t last = num_blocks(columns) - 1;
-  const double point = std::min(noise * sums[last], std::nextafter(sums[last], 0.0));  // a product may round to the sum
+  const double point = std::min(noise * sums[last], std::nextafter(sums[last], 0.0));  // the product may round to the sum
   const int64_t block = std::min<int64_t>(std::upper_bound(sums, sums + last + 1, point) - sums, last);
   const int64_t begin = block * kBlock, size = end_of_block(block, columns) - begin;
   float e[kBlock];

@@ -80,8 +80,8 @@ class AgentSums {
 
 }  // namespace
 
-// Evaluates the objective: writes coefficient and entropy_coefficient of each token, and adds to `sums` in double and in the order
-// of the tokens, so that every run gives the same bits.
+// Evaluates the objective: writes coefficient and entropy_coefficient of each token, and adds the token's terms to tokens->sums.
+// The sums are double and in the order of the tokens, so that every run gives the same bits.
 //   token_ids [count]: the tokens to evaluate; null: `count` tokens from first_token on
 //   mask [T]: tokens where it is 0 are skipped; null: none are
 MARSRL_API void marsrl_policy_terms(const Objective* objective, const Tokens* tokens, const uint8_t* mask,
@@ -120,7 +120,7 @@ MARSRL_API int64_t marsrl_policy_rows(float* x, int64_t stride, int64_t rows, in
   const Statistics statistics = {logprobs, entropy, maximum, log_sum};
   const bool has_bonus = objective->entropy_coef != 0.0f;
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // active rows; one thread writes them to the front, several are counted after the loop
+  int64_t kept = 0;  // active rows at the front so far; used by a single thread (with more, move_active_rows follows the loop)
   BadTarget bad;
 #pragma omp parallel num_threads(threads)
   {

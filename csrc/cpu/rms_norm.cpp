@@ -82,7 +82,7 @@ MARSRL_CLONES void add(const float* sums, int64_t width, double* totals) {
 }  // namespace
 
 // Computes out [rows, width] = x * scale * weight and scales [rows] = 1 / sqrt(mean of the row's squares + eps). Rows of x are
-// `stride` numbers apart. x and out are float32, or bfloat16 if is_bfloat16; weight [width] is float32.
+// `stride` elements apart. x and out are float32, or bfloat16 if is_bfloat16; weight [width] is float32.
 MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, const float* weight, int64_t rows,
                                 int64_t width, double eps, void* out, float* scales, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)

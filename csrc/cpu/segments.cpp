@@ -11,6 +11,7 @@
 namespace {
 
 struct Set {
+  // count and total are of the compared values; squares: weighted sum of the rewards' squared distances from mean().
   double count = 0, total = 0, squares = 0;
   double lowest = std::numeric_limits<double>::infinity(), highest = -std::numeric_limits<double>::infinity();
 
@@ -96,9 +97,9 @@ void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* se
 
 // Computes advantage [S] = (reward - mean) / (std + eps) over each sample's mean set and std set, whose ids lie in [0, S). A mean
 // is taken over the set's values in `compared` [S] that are not NaN, and a variance over the set's rewards, weighted by weights
-// [S]. The advantage is 0 for a missing (NaN) reward, in a set whose rewards are all equal, and in a set with one compared value.
-// With keeps_single, a set with one compared value has mean 0 and std 1 instead. Rewards, compared and advantage are float32, or
-// float64 if is_float64.
+// [S]. The advantage is 0 for a missing (NaN) reward, in a set whose rewards are all equal, and in a set with fewer than two
+// compared values. With keeps_single, a set with fewer than two compared values has mean 0 and std 1 instead. Rewards, compared
+// and advantage are float32, or float64 if is_float64.
 MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, const double* weights, int is_float64,
                                        const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
                                        int is_unbiased, int keeps_single, double eps, void* advantage) {

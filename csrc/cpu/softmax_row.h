@@ -14,7 +14,7 @@ struct Sums {
 
 // Elements per block. Terms of a block are summed in float32, and the sums of blocks are added in double, so the error does not
 // grow with the vocabulary. Terms are relative to the largest logit so far, so a block takes two passes: one for its maximum, one
-// for its terms. It stays in the L1 cache between them, so the row is read from memory once.
+// for its terms. The block stays in the L1 cache between the passes, so each logit is read from memory once.
 constexpr int64_t kBlock = 512;
 
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }

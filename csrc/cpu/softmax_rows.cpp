@@ -43,6 +43,7 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
 // Computes partial statistics of a vocabulary shard or tile.
 //   partials [4, rows] double: receives maximum, sum, weighted sum (struct Sums) and target logit
 //   local_targets [rows]: column of each target in this part. Targets outside [0, columns) are in another part; their logit is 0.
+//   inverse_temperature [rows]: one per row, not per packed token
 //   exponentials [rows, exponentials_stride] bfloat16: receives e^d, and 0 in padding columns; null: they are not stored
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,
@@ -108,7 +109,7 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
                                         const float* entropy_coefficient, int64_t* active,
                                         int num_threads) {
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // active rows written to the front so far; several threads instead move rows after the loop
+  int64_t kept = 0;  // active rows at the front so far; used by a single thread (with more, move_active_rows follows the loop)
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;

@@ -130,7 +130,8 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float importance = pick(is_tis, raw > objective.correction_high ? objective.correction_high : raw, raw);
   const float kl = importance * pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
 
-  // CISPO clips the ratio at both bounds, the clipped surrogate only at the bound beyond which the surrogate would still improve.
+  // CISPO clips the ratio at both bounds. PPO's clipped surrogate (kClip) clips it only at `high` if the advantage is positive, and
+  // only at `low` if it is negative; dual_clip adds an upper bound in the second case. A clipped surrogate has gradient 0.
   const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);

@@ -13,8 +13,8 @@ struct ExpParts {
   float r, slope, scale;
 };
 
-// Splits x into n ln 2 + r with |r| <= ln(2) / 2. exp(r) is a polynomial of degree 6 that is exactly 1 at 0 and has the smallest
-// relative error, 2e-9. A higher degree would slow down passes over a row of logits, whose speed the arithmetic limits.
+// Splits x into n ln 2 + r with |r| <= ln(2) / 2. exp(r) is approximated by a minimax polynomial of degree 6, which is exactly 1
+// at 0 and has a relative error of 2e-9. A higher degree would slow down passes over a row of logits, which are compute-bound.
 MARSRL_INLINE ExpParts exp_parts(float x) {
   const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds x / ln 2 to an integer, in the lowest bits
   const float shifted = x * 1.44269504088896341f + kShift;
