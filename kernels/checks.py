@@ -99,10 +99,10 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (number of tokens in the mask, [] int64; all tokens, those in the mask first, [T] int64).
+    """Return (number of tokens in mask [T], [] int64; indices of all tokens, those in the mask first, [T] int64).
 
-    Does not synchronise. Because the other tokens follow, a caller can gather an upper bound of rows before the host knows the
-    number.
+    Does not synchronise: the list also has the tokens outside the mask, so a caller can gather an upper bound of rows before the
+    host knows the number.
     """
     before = mask.long().cumsum(0)
     number = mask.sum()

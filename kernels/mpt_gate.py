@@ -26,7 +26,7 @@ def mpt_gate(
     mpt_probability.
 
     Args:
-        entropy: [T] float, nats, of each token; not read where mask is False.
+        entropy: [T] float, entropy of each token in nats; not read where mask is False.
         mask: [T] bool, the trained tokens.
         cu_seqlens: [S+1] int.
         positive: [S] bool, True if the sample's task reward, before penalties, is at least 1.

@@ -10,7 +10,8 @@ from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.triton_machine import on_device_of
 
 LOG2_E = log2(e)
-# Keys per split, the work of one program. This gives S x N_kv x L / 512 programs; at S = 8 they fill a GPU from L = 2048 on.
+# Keys per split, the work of one program. The grid has S x N_kv x L / 512 programs: 256 for S = N_kv = 8 and L = 2048, which
+# fills a GPU.
 SPLIT = 512
 
 

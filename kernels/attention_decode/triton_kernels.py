@@ -75,7 +75,7 @@ def decode_split(
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
         block = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        # Add sums of blocks, because a single chain of SPLIT additions has a larger rounding error.
+        # Add the block's sum here instead of accumulating in tl.dot: one chain of SPLIT additions has a larger rounding error.
         output = tl.fma(output, shrink[:, None], block)
         maximum = risen
 

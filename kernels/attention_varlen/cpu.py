@@ -17,7 +17,7 @@ _BLOCK = 256
 class PaddedSegments:
     """Segments padded to a common length.
 
-    num_segments, length: B and L.
+    num_segments, length: number of segments B, and their padded length L.
     source: [B * L] int64, the token at each padded position; padding repeats a segment's last token.
     places: [n] int64, the positions of real tokens in source.
     tokens: [n] int64, the tokens at these positions.

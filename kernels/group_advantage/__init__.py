@@ -37,10 +37,10 @@ def group_advantage(
 
     Args:
         rewards: [S] float. NaN is a missing reward: it is left out of mean, std and count, and its advantage is 0.
-        group_of: [S] int in [0, S): samples decoded from the same input.
-        agent_of: [S] int in [0, S).
-        instance_of: [S] int in [0, S): the rollout instance (one draw of a problem) that the sample belongs to.
-        session_of: [S] int in [0, S): the session of each sample. A session's samples must be in the same sets, and each of a
+        group_of: [S] int in [0, S), the group of each sample. The samples of a group were decoded from the same input.
+        agent_of: [S] int in [0, S), the agent that wrote each sample.
+        instance_of: [S] int in [0, S), the rollout instance (one draw of a problem) that each sample belongs to.
+        session_of: [S] int in [0, S), the session of each sample. A session's samples must be in the same sets, and each of a
             session's n rewards has the weight 1/n. None: every sample counts by itself.
         normalise: "group": take mean and std over the group. "agent" (Dr. MAS): over all samples of the agent in the instance.
             "global": over the whole instance. "agent_mean": the mean over the agent's samples, the std over the instance.

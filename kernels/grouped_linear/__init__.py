@@ -48,7 +48,7 @@ def grouped_linear(
         return _OP(*_checked(x, matrices, tokens_per_expert))
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(
-            msg="grouped_linear writes main_grad, which no op of torch.library passes to its backward"
+            msg="grouped_linear writes main_grad, which a torch.library op cannot pass to its backward"
         )
     check_main_grad("grouped_linear", weights, main_grad)
     if not main_grad[:1].is_contiguous():

@@ -84,8 +84,7 @@ def matrix_gradients(
 ):
     """Compute out = grad_out.T @ x over the rows of each expert; 0 for experts without rows.
 
-    out: [E, num_out, num_in].
-
+    x: [T, num_in]. grad_out: [T, num_out]. out: [E, num_out, num_in].
     stride_expert: distance between two experts' matrices in out, in elements; each matrix is contiguous.
     ADDS: accumulate into out; the matrices of experts without rows then stay unchanged.
     """

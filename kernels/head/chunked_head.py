@@ -39,9 +39,9 @@ from marsrl.kernels.triton_machine import num_multiprocessors
 # 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
 # Sizes of a device's buffers of logits and of dz. At V = 151936 they hold 768 rows of float32 logits and 4224 rows of bfloat16
-# dz, 1.75 GB in total. dz has more rows because each weight-gradient GEMM reads and writes all of dW (2.5 GB in float32), which
-# takes as long as computing about 1000 rows. With 4224 rows, the dX GEMM has only full waves of tiles (whole_waves). Not measured
-# yet.
+# dz, 1.75 GB in total. dz has more rows because each weight-gradient GEMM reads and writes all of dW (2.5 GB in float32 at
+# H = 4096), which takes as long as computing about 1000 rows. With 4224 rows, the dX GEMM has only full waves of tiles at
+# H = 2048 and at H = 4096 (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
 # Full chunks on a device have a multiple of this many rows, so that no GEMM tile is partly empty.

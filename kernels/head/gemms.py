@@ -26,8 +26,9 @@ def cpu_multiplies_bfloat16() -> bool:
 def why_no_full_float32(is_cuda: bool) -> str | None:
     """Return None if torch.mm multiplies float32 in full precision on this device, else the reason.
 
-    TF32 (10 bits) changes a logit of 30 by 0.03, and bfloat16 (8 bits) by 0.1, which changes every probability ratio. torch has
-    only a global setting for this, and changing it for one call would affect other threads.
+    Rounding operands to TF32 (10-bit mantissa) changes a logit of 30 by 0.03, and to bfloat16 (7-bit mantissa) by 0.1. That would
+    change every probability ratio. torch has only a global setting for this, and changing it for one call would affect other
+    threads.
     """
     name = "cuda" if is_cuda else "mkldnn"
     precision = getattr(torch.backends, name).matmul.fp32_precision

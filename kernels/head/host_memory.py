@@ -12,7 +12,7 @@ from torch import Tensor
 class HostBudget:
     """Size of a head's buffer on the CPU.
 
-    It is num_bytes, or the size of num_rows rows if that is more, but then at most max_bytes.
+    It is num_bytes; if num_rows rows need more, the buffer grows to hold them, up to max_bytes.
     """
 
     num_bytes: int

@@ -110,7 +110,7 @@ class LossInputs:
         normaliser: number or one-element tensor by which the sum over tokens is divided.
         advantages: [S] float, one per sequence. token_advantages: [T] float, one per token. Pass exactly one of the two.
         mask: [T] bool, True = the token is trained; None = all are. Other inputs are not read where it is False.
-        agent_of: [S] int in [0, num_agents); None = one agent.
+        agent_of: [S] int in [0, num_agents), the agent of each sequence; None = one agent.
         gate: [S] bool from mpt_gate; None = no well-mastered token is masked.
         old_logprobs: [T] float, nats, log-probs of the policy before the update. None = pseudo on-policy: the ratio is 1, and
             the gradient is that of A log p.

@@ -41,7 +41,7 @@ def linear_logprob(
 ) -> LogProb:
     """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature).
 
-    Forward and backward take 8THV FLOPs.
+    Forward and backward together take 8THV FLOPs.
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
@@ -68,7 +68,7 @@ def linear_logprob(
                 hidden, weight, targets, per_token, ids, starts, counts, of_all, real_vocab_size, most
             )
             return LogProb(logprobs, entropy)
-        torch._dynamo.graph_break(msg="linear_logprob has a tp_group, which is no argument for an op of torch.library")
+        torch._dynamo.graph_break(msg="linear_logprob has a tp_group, which a torch.library op cannot take")
     return LogProb(*_OP(*_checked(hidden, weight, targets, temperature, tp_group, real_vocab_size, support)))
 
 

@@ -54,8 +54,8 @@ def linear_policy_loss(
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: see linear_logprob. Targets are not read where
             the mask is off.
-        inputs: the other inputs of the loss. Supervised training uses token_advantages with old_logprobs=None, which gives the
-            gradient of sum_t w_t log p_t.
+        inputs: the other inputs of the loss. For supervised training, pass the tokens' loss weights w as token_advantages and
+            leave old_logprobs None: the gradient is then that of -sum_t w_t log p_t, divided by the normaliser.
         main_grad: [V, H] float32, Megatron's buffer of the weight's gradient. The backward adds dW to it; a forward never changes
             it, so discarded or recomputed forwards (activation checkpointing) are safe. Autograd then gets None as the gradient
             of weight. If the weight has Megatron's attribute `grad_added_to_main_grad`, it is set, and autograd gets a
@@ -73,7 +73,7 @@ def linear_policy_loss(
             products round their operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs full float32.
     """
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
+        torch._dynamo.graph_break(msg="linear_policy_loss computes its gradients in the forward, and writes main_grad")
     of_head = temperature, tp_group, real_vocab_size, support
     return _OP(_checked(hidden, weight, targets, inputs, main_grad, *of_head))
 

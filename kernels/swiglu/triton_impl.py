@@ -13,7 +13,7 @@ from marsrl.kernels.swiglu.cpu import weights_as_read
 from marsrl.kernels.triton_machine import on_device_of
 
 ELEMENTS = 2048  # elements per program: 16 per thread
-WIDEST = 1024
+WIDEST = 1024  # largest number of columns per block
 
 
 @triton.jit

@@ -94,13 +94,13 @@ def group():
 
 # Functions of x [4, 8] (a head's hidden states, or rows of experts), weight [40, 8] and its main_grad.
 BREAKS = {
-    "linear_logprob has a tp_group, which is no argument for an op": (
+    "linear_logprob has a tp_group, which a torch.library op cannot take": (
         lambda x, weight, main_grad, group: linear_logprob(x, weight, torch.arange(4), tp_group=group).logprobs
     ),
-    "linear_policy_loss forms its gradient in the forward": (
+    "linear_policy_loss computes its gradients in the forward": (
         lambda x, weight, main_grad, group: linear_policy_loss(x, weight, torch.arange(4), INPUTS).loss
     ),
-    "grouped_linear writes main_grad, which no op of torch.library passes": (
+    "grouped_linear writes main_grad, which a torch.library op cannot pass": (
         lambda x, weight, main_grad, group: grouped_linear(
             x, weight.view(2, 20, 8), [1, 3], main_grad=main_grad.view(2, 20, 8)
         )

@@ -17,8 +17,8 @@ PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # columns per step of the loop: 16 elements per thread
 NUM_WARPS = 8
 JOIN_ELEMENTS = 256  # rows x pieces that a program of finish_rows or join_pieces reads per step
-JOIN_PIECES = 32
-BLOCK_TOKENS = 1024
+JOIN_PIECES = 32  # most pieces per step
+BLOCK_TOKENS = 1024  # tokens per program of policy_terms, and per step of list_active
 
 
 class TritonRowKernels(RowKernels):

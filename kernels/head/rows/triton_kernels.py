@@ -19,7 +19,7 @@ from marsrl.kernels.head import objective
 
 # Arguments that differ from chunk to chunk: Triton must not compile a separate kernel for each of their values.
 VARYING = ("num_rows", "first")
-LOWEST = tl.constexpr(-3.4e38)  # maximum of zero elements; with -inf, the difference of two would be NaN
+LOWEST = tl.constexpr(-3.4e38)  # initial value of a maximum; the difference of two maxima of -inf would be NaN
 # Replaces -inf as an exponent: its exponential is also 0, but its product with 0 is 0 instead of NaN.
 NOTHING = tl.constexpr(-1e4)
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
