@@ -115,7 +115,7 @@ def attention_forward(
 
     out: [T, N, D]. lse: [N, T] float32, to base 2.
     """
-    head = (tl.program_id(0) % num_heads).to(tl.int64)  # programs with neighbouring ids share keys and values
+    head = (tl.program_id(0) % num_heads).to(tl.int64)  # neighbouring programs share keys and values (GQA)
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
     begin_q, num_queries = bounds_of(cu_seqlens_q, sequence)

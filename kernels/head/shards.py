@@ -13,11 +13,9 @@ from marsrl.kernels.head.vocabulary import Head
 
 
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Combine partial statistics [W, 4, R] float64 into those of the whole vocabulary, [4, R].
+    """Combine the partial statistics of W parts, [W, 4, R] float64, into those of the whole vocabulary, [4, R].
 
-    RowKernels.partials defines the four numbers.
-
-    Parts are added in the order of W, so that all ranks get the same bits.
+    RowKernels.partials defines the four numbers. Parts are added in order, so that all ranks get the same bits.
     """
     maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
     maximum = maxima.amax(0)

@@ -28,7 +28,7 @@ class TokenMarks:
 def token_marks(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> TokenMarks:
     """Compute which tokens the loss clips and masks, from logprobs and entropy [T].
 
-    The results have no gradient. Exactly at a clip bound, a row kernel may round to the other side.
+    The results have no gradient. For a ratio at a clip bound, a row kernel may count differently, because it rounds differently.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

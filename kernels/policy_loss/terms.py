@@ -54,7 +54,7 @@ def total_loss(sums: Tensor) -> Tensor:
 def as_read(values: Tensor) -> Tensor:
     """Return the values as row kernels read them: contiguous float32, detached.
 
-    Values that already are this are returned unchanged.
+    A tensor that already has this form is returned as it is.
     """
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
