@@ -2,14 +2,14 @@
 
     sum over 8-byte words i of mix(word_i xor key_i)  +  hash(dtype, shape)   (mod 2^64),   key_i = (i + 1) * golden ratio
 
-mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection:
-- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
-- a change of several words (swapped elements, permuted rows or experts, another offset) moves the sum by a difference of
-  mixed words, which is 0 for one in 2^64 of such changes. This depends on the last shift-xor: without it, swapping
-  x and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time;
-- sums are associative: parts of a tensor can be added in any order, by any number of threads, on any device.
-It detects corruption, not attacks. csrc/cpu computes it at memory speed; without that library, and on GPUs, PyTorch
-operations give the same result.
+mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection. Therefore:
+- A change within one word (any flipped bit, any changed element) is always detected, because it changes one term of the sum.
+- A change of several words (swapped elements, permuted rows or experts, another offset) changes the sum by a difference of mixed
+  words. This difference is 0 for one in 2^64 of such changes. The last shift-xor is necessary for this: without it, swapping x
+  and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time.
+- Parts of a tensor can be summed in any order, by any number of threads, on any device.
+The checksum detects corruption, not attacks. csrc/cpu computes it at memory speed. On GPUs, and without that library, PyTorch
+operations compute the same result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from marsrl.rollout.weights.layout import Box, ShardLayout, whole_box
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
-_WORDS = 1 << 15  # words per round of the PyTorch form; 256 KiB fit in the L2 cache of a CPU core
+_WORDS = 1 << 15  # words per step of the PyTorch implementation; 256 KiB fit in the L2 cache of a CPU core
 _WORDS_CUDA = 1 << 24
 
 
@@ -62,7 +62,7 @@ class ShardSums:
             self.totals[name] = (self.totals[name] + total) % (1 << 64)
 
     def checksums(self) -> dict[str, int]:
-        """Return {fused tensor: checksum}, once every block was added."""
+        """Return {fused tensor: checksum}. Call it once every block has been added."""
         return {n: checksum_of_sum(self.totals[n], self._dtype, shape) for n, shape in self.layout.shapes.items()}
 
 
@@ -73,10 +73,11 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 
 
 def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
-    """Return a block's share of the checksum of a tensor of this shape. block: its values in the
-    box `at`, [matrices, rows, columns].
+    """Return a block's share of the checksum of a tensor of this shape.
 
-    Raises ValueError: the block begins or ends within an 8-byte word, whose sum also needs its neighbours.
+    at: the block's box in the tensor. block: the values in this box, [matrices, rows, columns].
+
+    Raises ValueError: the block begins or ends within an 8-byte word, which also has values of a neighbouring block.
     """
     whole, size = whole_box(shape), block.itemsize
     _, num_rows, num_cols = whole.shape

@@ -4,11 +4,11 @@
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes on a CPU
 
 All processes connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a
-time; one buffer of this size is its only memory. gloo and the file replace NCCL and CUDA IPC on CPUs, to test routing and order;
-NCCL and CUDA IPC have not run on a GPU.
+time, and needs one buffer of this size. On CPUs, gloo and the file replace NCCL and CUDA IPC, so that tests can check routing and
+order. NCCL and CUDA IPC have not run on a GPU.
 
-A side that detects a lost engine reports it to the store (TransferStore.give_up): every wait of the transfer ends within
-GIVE_UP_S, on all sides, and a new transfer uses new connections.
+A side that detects a lost engine reports it to the store (TransferStore.give_up). Every wait of the transfer then ends within
+GIVE_UP_S, on all sides. A new transfer uses new connections.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class TransferBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Meeting point of trainer ranks and engine shards. session: random id; a new one when they must reconnect.
+    """Address and settings by which trainer ranks and engine shards find each other.
 
+    session: random id, replaced whenever the members must reconnect.
     num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
-    timeout_s: time limit of every wait; a longer one aborts the transfer.
+    timeout_s: time limit of every wait; a wait that exceeds it aborts the transfer.
     sends_deltas: True if each message begins with its length (8 bytes), which is followed by a whole bucket or by a shorter delta
         (delta.py). False if each message is a whole bucket.
     """
@@ -121,9 +122,10 @@ def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
 
 
 class TransferStore:
-    """A transfer's keys in the store at rank 0, and whether it was aborted; one per process. Calls to the store never block.
+    """A transfer's keys in rank 0's store, among them the mark of an aborted transfer. Each process has one.
 
-    A call that a lost peer may block runs in its own thread (`unless_given_up`), and is abandoned if the transfer is aborted.
+    `wait` polls the store instead of blocking in it, so an aborted transfer ends the wait. A call that a lost peer may block runs
+    in its own thread (`unless_given_up`), and is abandoned if the transfer is aborted.
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
@@ -135,7 +137,7 @@ class TransferStore:
         self._keys.set(key, value)
 
     def get(self, key: str) -> str:
-        """Return the value of a key once it is set; raises as `wait`."""
+        """Return the value of a key once it is set. Raises TransferBroken like `wait`."""
         self.wait(key)
         return self._keys.get(key).decode()
 
@@ -143,7 +145,10 @@ class TransferStore:
         self._keys.delete_key(key)
 
     def wait(self, key: str) -> None:
-        """Wait until the key is set, polling with growing intervals; raises as `unless_given_up`."""
+        """Wait until the key is set, polling with growing intervals; at most timeout_s.
+
+        Raises TransferBroken: the time is up, or the transfer was aborted.
+        """
         start = time.monotonic()
         while not self._keys.check([key]):
             self.check()
@@ -278,7 +283,7 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with environment(**_NCCL_ENVIRONMENT):  # torch reads these here; the trainer's own groups keep its defaults
+    with environment(**_NCCL_ENVIRONMENT):  # torch reads these here; the trainer's own groups keep torch's defaults
         return ProcessGroupNCCL(store, member, size, options)
 
 
@@ -315,7 +320,9 @@ class SharedBuffer:
         self._count += 1
 
     def receive(self, rank: int, num_bytes: int) -> Tensor:
-        """Shard side: return the next bucket [num_bytes] uint8, in the relay's memory, from any rank.
+        """Shard side: return the next bucket, a view [num_bytes] uint8 of the relay's memory.
+
+        rank: ignored, because the relay hands over the buckets of all ranks.
 
         Raises TransferBroken: the transfer ended first.
         """

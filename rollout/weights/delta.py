@@ -2,10 +2,12 @@
 
 Message for a bucket of n numbers, of which c have changed:
 
-    changes per block of 65536, int32  |  values [c] in the bucket's dtype  |  positions [c] in their blocks, 2 bytes each
+    counts, int32  |  values [c] in the bucket's dtype  |  positions [c] in their blocks, 2 bytes each
 
-A changed bfloat16 value takes 4 bytes, so a delta is shorter than the bucket while fewer than half have changed. A bitmap
-(n / 8 bytes) instead of positions would be shorter above a share of 1/16; a step of RL changes 1/100 to 1/20.
+counts: number of changed values in each block of 65536 elements.
+
+A changed bfloat16 value takes 4 bytes, so a delta is shorter than the bucket while fewer than half of the values have changed. A
+bitmap (n / 8 bytes) would be shorter than positions if more than 1/16 had changed; a step of RL changes 1/100 to 1/20.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | No
 
 
 def decode_delta(message: Tensor, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decode a message for a bucket of num_elements: (positions [c] int64 in the bucket, ascending; values [c])."""
+    """Decode a message for a bucket of num_elements.
+
+    Returns (positions [c] int64 of the changed elements in the bucket, ascending; their new values [c]).
+    """
     num_blocks = _num_blocks(num_elements)
     num_changed = (len(message) - 4 * num_blocks) // (dtype.itemsize + 2)
     counts, values, places = message.split([4 * num_blocks, num_changed * dtype.itemsize, num_changed * 2])

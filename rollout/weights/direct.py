@@ -4,13 +4,14 @@
     other ranks       agree ................................................ send ........... sums
     engine shard                                       WeightReceiver.receive: bucket after bucket into its tensor
 
-The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. An engine that holds a
-tensor in another form (FP8) receives it into scratch memory, one portion (layout.py) at a time, and converts it. With CUDA IPC
-the rank on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the shared buffer.
-An engine's expected checksums are computed without assembling its weights: each rank adds its parts' share of every checksum.
+layout.py defines the order of buckets. No rank gathers weights: each rank packs its own part, one bucket at a time. An engine
+that stores a tensor in another form (FP8) receives it into scratch memory, one portion (layout.py) at a time, and converts it.
+With CUDA IPC, the rank on an engine's GPU (its relay) also receives the other ranks' buckets for that engine, one at a time, into
+the shared buffer. An engine's expected checksums are computed without assembling its weights: each rank sums its own parts, and
+the sums of all ranks are added.
 
-If an engine is lost meanwhile, the transfer ends on all sides: the engine is replaced, all sides reconnect, and all weights
-are sent again. Ranks cannot cancel sends to each other: relays receive the remaining buckets and drop them.
+If an engine is lost during a transfer, the transfer ends on all sides. The engine is replaced, all sides reconnect, and all
+weights are sent again. Ranks cannot cancel sends to each other, so relays receive the remaining buckets and drop them.
 """
 
 from __future__ import annotations
@@ -73,9 +74,9 @@ class ReceivePlan:
 
 
 class Converted(Protocol):
-    """Weight that an engine holds in another form than the one that is sent, such as FP8.
+    """Weight that an engine converts when it receives it, for example to FP8.
 
-    shape: shape of the fused tensor that is sent.
+    shape: shape of the fused tensor that the ranks send.
     """
 
     shape: tuple[int, ...]
@@ -102,8 +103,9 @@ class WeightReceiver:
     ) -> Mapping[str, tuple[int, ...]]:
         """Receive every bucket of the plan and write it to the targets; return {fused tensor: shape}.
 
-        target: returns the tensor of a fused name, which may have more rows (padding) than are sent. The scratch memory
-        of a Converted target is at most a bucket, or one matrix if that is larger.
+        target: takes the name of a fused tensor, and returns the engine's tensor or Converted weight, or None if the engine has
+            neither. A target may have more rows (padding) than are sent. A Converted weight needs scratch memory for a bucket at
+            most, or for one matrix if that is larger.
 
         Raises:
             ValueError: a target is missing or has a wrong shape; nothing was received.
@@ -319,7 +321,9 @@ class DirectSender(ABC):
         self._buffer: Tensor | None = None
 
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
-        """Make the same plan on all ranks. Collective. shards: shards of all engines, on rank 0; (): unchanged.
+        """Make the same plan on all ranks. Collective.
+
+        shards: on rank 0, the shards of all engines; (): keep the current plan. Ignored on other ranks.
 
         Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
@@ -510,7 +514,7 @@ class SharedSender(DirectSender):
             return
         ranks = [site.decode() for site in self._ranks.gather(site_of(device).encode())]
         sites = None
-        if self._ranks.rank == 0:  # only rank 0 checks, so that all ranks agree
+        if self._ranks.rank == 0:  # only rank 0 reads the sites, so that the transfer breaks on all ranks or on none
             sites = b""
             with self._unless_broken():
                 sites = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()
