@@ -20,7 +20,8 @@ inline void prefetch_block(const float* x, int64_t begin, int64_t columns) {
   for (int64_t i = begin; i < end_of_block(begin, columns); i += kLine) __builtin_prefetch(x + i);
 }
 
-// Running sums over the blocks of a row. They are rescaled when a block has a larger maximum.
+// Running sums over the blocks of a row. When a block has a larger maximum, they are rescaled to it: every d of earlier blocks
+// changes by the same shift, and every e^d by the same factor.
 struct RunningSums {
   float maximum = -INFINITY;
   double sum = 0, weighted = 0;

@@ -36,6 +36,7 @@ MARSRL_INLINE float backward_row(const T* gate, int64_t width, float weight, con
       const float g = load(gate + i), u = load(up + i), d = load(grad + i);
       const float s = sigmoid(g), silu = g * s, scaled = d * weight;
       sum += d * silu * u;
+      // The derivative of silu is s + silu (1 - s).
       store(out + i, scaled * u * (s + silu * (1.0f - s)));
       store(out + width + i, scaled * silu);
     }

@@ -143,7 +143,7 @@ def attention_forward(
         last_visible = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
         num_seen_by_all = num_keys
         num_seen = num_keys
-    unmasked = num_seen_by_all // BLOCK_N * BLOCK_N
+    unmasked = num_seen_by_all // BLOCK_N * BLOCK_N  # keys in whole blocks that every query of the tile sees
 
     output = tl.zeros([BLOCK_M, HEAD_SIZE], tl.float32)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -202,6 +202,7 @@ def attention_query_gradient(
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
     begin_q, num_queries = bounds_of(cu_seqlens_q, sequence)
     begin_k, num_keys = bounds_of(cu_seqlens_k, sequence)
+    # Start with the last tile, as in attention_forward.
     number = tl.cdiv(num_queries, BLOCK_M) - 1 - (tile - sequence - (begin_q // BLOCK_M).to(tl.int32))
     if number < 0:
         return

@@ -42,7 +42,7 @@ ROWS_AGAIN = 512
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
     """Return `kernels` if this module computes the head, else None.
 
-    It does for bfloat16 hidden states and weight on the CPU.
+    This module computes heads with bfloat16 hidden states and weight on the CPU.
     """
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None

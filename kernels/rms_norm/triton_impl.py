@@ -46,7 +46,7 @@ def forward_rows(
     tl.store(scales + row, scale, mask=is_row)
     normed = values * scale[:, None] * factor[None, :]
     if rotation is not None:
-        pair = (column + half) % width
+        pair = (column + half) % width  # the other column of each rotated pair
         pairs = tl.load(x + row64 * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
         pairs *= (tl.load(weight + pair, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
         cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
@@ -80,7 +80,7 @@ def gradient_rows(
             pair = (column + half) % width
             pairs = tl.load(grad + row64 * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
             cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
-            d = d * cos - pairs * sin
+            d = d * cos - pairs * sin  # the inverse rotation
         total += d * normed
         d *= factor[None, :]
         mean = tl.sum(d * normed, axis=1) / width

@@ -63,6 +63,7 @@ def gradient_rows(
         sums += d * silu * up
         d *= weight[:, None]
         at = grad_products + row64 * 2 * width + column[None, :]
+        # The derivative of silu is s + silu (1 - s).
         tl.store(at, (d * up * (s + silu * (1.0 - s))).to(grad_products.dtype.element_ty), mask=is_in)
         tl.store(at + width, (d * silu).to(grad_products.dtype.element_ty), mask=is_in)
     if grad_weights is not None:
