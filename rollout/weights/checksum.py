@@ -32,7 +32,7 @@ _WORDS_CUDA = 1 << 24
 def checksum(tensor: Tensor) -> int:
     """Return the checksum of the tensor's values in row-major order, in [0, 2^64).
 
-    -0.0 and 0.0 differ, and so do equal bytes with another dtype or shape.
+    -0.0 and 0.0 have different checksums, and so have equal bytes with different dtypes or shapes.
     """
     flat = tensor.reshape(1, tensor.numel())
     total = block_sum(flat[None], whole_box(flat.shape), flat.shape)
@@ -43,7 +43,8 @@ class ShardSums:
     """Checksums of a shard's fused tensors, computed block by block in any order, without assembling the tensors.
 
     sums = ShardSums(layout, torch.bfloat16)
-    sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix); ...; sums.merge(another_rank.totals)
+    sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix)      # for each block of this rank
+    sums.merge(another_rank.totals)                                      # for each other rank
     sums.checksums() == {"model.layers.0.self_attn.qkv_proj.weight": 0x5EED, ...}
     """
 

@@ -288,7 +288,7 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
 
 class SharedBuffer:
-    """Buffer shared by an engine shard and its trainer rank (its relay), which take turns.
+    """Buffer that an engine shard shares with one trainer rank, its relay. The two take turns.
 
     relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """

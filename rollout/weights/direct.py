@@ -402,7 +402,7 @@ class DirectSender(ABC):
         """Leave the block if the transfer breaks; engines then get no more buckets."""
         try:
             yield
-        except TransferBroken:  # not raised: the engines report the reason
+        except TransferBroken:  # not re-raised: the engines report the reason
             self._is_broken = True
 
     def _packed(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor | None = None) -> Tensor:

@@ -111,8 +111,10 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: str | Path | None) -> None:
-        """Create the folder and remove those of dead processes. parent None: /dev/shm if it exists, else the temporary
-        directory."""
+        """Create the folder, and remove folders of dead processes.
+
+        parent: folder to create it in; None: /dev/shm if it exists, else the temporary directory.
+        """
         where = parent_of(parent)
         for folder in left_behind(where):
             logger.warning("removed %s, left by a dead process", folder)

@@ -148,8 +148,10 @@ class EngineShard:
         return cls(part, parts, min(parts, num_kv_heads), spreads_experts)
 
     def experts(self, num_experts: int) -> range:
-        """Return the range of experts that the shard holds, wholly or in part. If whole experts do not divide evenly, the first
-        shards have one more."""
+        """Return the range of experts that the shard holds, wholly or in part.
+
+        If spread experts do not divide evenly, the first shards have one more.
+        """
         if not self.spreads_experts:
             return range(num_experts)
         each, more = divmod(num_experts, self.parts)
@@ -236,8 +238,8 @@ def fuse(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, fused tensor) of a shard, cast to dtype; only one fused tensor is in memory at a time.
 
-    device: device of the fused tensors, which get new memory; None: the parts' device, where a tensor fused from a single part
-    may be that part itself. Each value is copied at most once.
+    device: device of the fused tensors, which get new memory. None: the parts' device; a fused tensor with a single part may then
+    share its memory. Each value is copied at most once.
 
     Raises ValueError: see shard_layout.
     """
