@@ -61,8 +61,8 @@ def linear_policy_loss(
             of weight. If the weight has Megatron's attribute `grad_added_to_main_grad`, it is set, and autograd gets a
             placeholder for Megatron's hooks instead.
 
-    torch.compile breaks its graph at this op. An op of torch.library can pass only tensors to its backward, but this op also
-    passes a process group, main_grad, and gradients that the forward computed for a single backward.
+    torch.compile breaks its graph at this op. A torch.library op can pass only tensors, numbers and strings to its backward. This
+    op also passes a process group, main_grad, and gradients that the forward computed for a single backward.
 
     Returns:
         PolicyLoss. Only `.loss` is differentiable with respect to hidden and weight, and only once.

@@ -95,9 +95,7 @@ class PolicyTerms(Protocol):
     def sums(self) -> Tensor:
         """Return sums over the tokens evaluated so far, [A, len(METRICS)] float64.
 
-        Row a has the sums of agent a, in the order of objective.METRICS.
-
-        Bitwise reproducible.
+        Row a has the sums of agent a, in the order of objective.METRICS. The sums are bitwise reproducible.
         """
 
 
