@@ -1,4 +1,7 @@
-"""Row kernels of csrc/cpu, parallel over rows. They turn logits into gradients in place, for whole rows or vocabulary tiles."""
+"""Row kernels of csrc/cpu for whole rows and for vocabulary tiles, parallel over rows.
+
+Gradients overwrite the logits, except where a tile's gradients are computed from stored exponentials.
+"""
 
 import ctypes
 from typing import Any
@@ -40,7 +43,7 @@ class CpuRowKernels(RowKernels):
         bad = library.cpu_library().marsrl_row_logprobs(
             *c_rows(product, rows, head), *c_temperature(head), *out.arrays, torch.get_num_threads()
         )
-        assert bad < 0, f"target of token {bad} is out of range, and no check saw it"
+        assert bad < 0, f"target of token {bad} is out of range, but passed the check"
 
     def partials(self, product: Tensor, rows: Rows, head: Head) -> Tensor:
         partials = torch.empty(4, rows.count, dtype=torch.float64, device="cpu")
@@ -146,7 +149,7 @@ class CpuPolicyTerms:
             active,
             torch.get_num_threads(),
         )
-        assert num_active >= 0, f"target of token {-1 - num_active} is out of range, and no check saw it"
+        assert num_active >= 0, f"target of token {-1 - num_active} is out of range, but passed the check"
         return LateCount(num_active)
 
     def sums(self) -> Tensor:
