@@ -5,7 +5,7 @@
 
 All processes connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a
 time, and needs one buffer of this size. On CPUs, gloo and the file replace NCCL and CUDA IPC, so that tests can check routing and
-order. NCCL and CUDA IPC have not run on a GPU.
+order. The NCCL and CUDA IPC connections have not been run on a GPU.
 
 A side that detects a lost engine reports it to the store (TransferStore.give_up). Every wait of the transfer then ends within
 GIVE_UP_S, on all sides. A new transfer uses new connections.

@@ -503,7 +503,7 @@ class SharedSender(DirectSender):
     """Sender through memory that each engine shard shares with its relay, a rank on its GPU (without CUDA: a file)."""
 
     kind = "ipc"
-    _relays: Sequence[int] = ()  # rank of each shard's relay; empty if the transfer broke earlier
+    _relays: Sequence[int] = ()  # rank of each shard's relay; empty before _connect, or if the transfer broke in it
 
     def close(self, *, is_broken: bool = False) -> None:
         super().close(is_broken=is_broken)

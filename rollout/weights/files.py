@@ -58,7 +58,7 @@ def write_version(
 ) -> WrittenWeights:
     """Write a model's HF-named tensors as dtype to `parent`/version_N.
 
-    shards: shards of an engine, whose checksums are computed during the write. seconds_of: dict that receives the seconds of
+    shards: the shards of an engine; their checksums are computed during the write. seconds_of: dict that receives the seconds of
     export, checksum and write.
 
     Raises RuntimeError, with advice, if the weights cannot be written.

@@ -8,8 +8,8 @@ Engines fuse the Hugging Face tensors:
     ...mlp.experts.E.down_proj          -> ...mlp.experts.w2_weight       [experts, hidden, width]
     model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
 
-All other tensors keep their names. For a transfer the experts' tensors of a layer form one *stack*, [experts, rows, columns],
-called ...mlp.experts.{gate,up,down}_proj.weight, so that a transfer has one piece instead of hundreds.
+All other tensors keep their names. For a transfer, the experts' tensors of a layer form one *stack* per projection, [experts,
+rows, columns], called ...mlp.experts.{gate,up,down}_proj.weight, so that a transfer has one piece instead of hundreds.
 
 An engine over several GPUs splits the tensors into shards. A *shard* (EngineShard) has, as in vLLM:
 
