@@ -72,7 +72,7 @@ def test_a_printed_prompt_set_asks_and_parses_like_the_original(
 
 
 @pytest.mark.parametrize("name", sorted({*set_names()} - {*TAUGHT}))
-def test_a_set_that_ships_asks_for_the_forms_it_reads(name: str) -> None:
+def test_a_built_in_prompt_set_asks_for_the_forms_it_reads(name: str) -> None:
     shipped = prompt_set(name)
     for role in [role for role in shipped.turns if role in READS]:
         chat = shipped.fill(role, problem="What is 2 + 2?")
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / name))}, "math")
 
 
-def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) -> None:
+def test_a_prompt_file_needs_a_chat_for_every_role_played(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(SOLVER)
     config = AgentConfig(prompt=str(tmp_path / "mine.yaml"))
     build_orchestration("solver", {"solver": config}, "math")
@@ -280,7 +280,7 @@ def test_agents_whose_prompt_lacks_the_answers_form_are_named(
 
 
 @pytest.mark.parametrize(("task", "team"), [("math", "verifier_corrector"), ("qa", "search_team"), ("chain", "debate")])
-def test_agents_of_sets_that_ship_need_no_warning(task: str, team: str) -> None:
+def test_agents_with_built_in_prompts_need_no_warning(task: str, team: str) -> None:
     assert build_orchestration(team, {}, task).unasked([Problem("p", "2 + 2?", "4", task)], {}) == []
 
 
