@@ -99,7 +99,7 @@ def test_a_call_in_another_thread_is_refused() -> None:
     assert "outside the main thread" in str(errors)
 
 
-def test_a_class_of_a_file_has_its_name_and_stays_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_from_a_file_is_found_by_name_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pairs_of_mine.py").write_text("import marsrl\nclass Own(marsrl.Orchestration):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     team_class = importlib.import_module("pairs_of_mine").Own

@@ -66,7 +66,7 @@ def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
     assert re.search("^--- (solver|verifier|corrector), reward ", shown(held.cells[cell(held, "for sample")]), re.M)
 
 
-def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: tuple[Any, Any, Path]) -> None:
+def test_an_interrupted_kernel_saves_the_run_and_stays_usable(notebook: tuple[Any, Any, Path]) -> None:
     """The interrupted run is a second one, in the kernel in which the notebook's own run has ended."""
     client, _, folder = notebook
     client.kc.execute(
