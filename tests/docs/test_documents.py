@@ -112,13 +112,13 @@ NONE = {"reward/pool", "sync/<name>", "cost/<name>", "train_rollout/prob_diff_",
 
 
 def test_every_metric_that_the_code_names_is_on_the_page() -> None:
-    found = {
+    names = {
         re.sub(r"\{[^}]*\}", "<name>", name)
         for path in CODE
         for name in re.findall(rf'"((?:{FAMILIES})/[\w/{{}}.]+)"', path.read_text("utf-8"))
     }
-    assert len(found) > 60
-    missing = {name for name in found - NONE if not is_on_the_page(name)}
+    assert len(names) > 60
+    missing = {name for name in names - NONE if not is_on_the_page(name)}
     assert not missing, "give each a row of docs/metrics.md"
 
 
