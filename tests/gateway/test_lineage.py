@@ -234,7 +234,7 @@ def test_a_sample_gets_the_first_reward_that_is_given(
 
 @pytest.mark.parametrize(("agent", "expected"), [("solver", {"check": 2.0}), ("verifier", {})])
 @pytest.mark.parametrize("is_sent_back", [True, False])
-def test_a_caller_found_unaided_rewards_only_its_own_agent(
+def test_an_inferred_caller_rewards_only_its_own_agent(
     agent: str, expected: dict[str, float], is_sent_back: bool
 ) -> None:
     """A Verifier's reward must not depend on whether the Solver is called after it."""

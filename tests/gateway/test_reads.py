@@ -178,7 +178,7 @@ def test_an_environments_rewards_of_steps_are_added(
     assert bool(credited.turns) == bool(settings)
 
 
-def test_a_tuple_of_three_from_an_environment_fails_by_name(tmp_path: Path) -> None:
+def test_a_step_that_returns_three_values_fails_clearly(tmp_path: Path) -> None:
     text = STEPS.replace("return END, -0.5", "return 1.0, 2.0, 3.0")
     _, sessions = credit_of(tmp_path, text, kind="environment")
     note = sessions.popitem()[1][0].reward.note

@@ -231,7 +231,7 @@ def test_the_task_rewards_an_environment_that_gives_no_reward(model: Path, tmp_p
     ],
     ids=["unknown player", "nobody on turn", "nothing to answer"],
 )
-def test_an_environment_that_asks_nobody_fails_by_name(
+def test_an_invalid_turn_of_an_environment_is_reported_once(
     model: Path, tmp_path: Path, heard: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = program(tmp_path, f"class run:\n    def reset(self, problem):\n        return {heard}\n")
