@@ -50,7 +50,7 @@ def test_a_clean_run_passes_every_check(clean: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("stale", ["base", "older version"])
-def test_decoding_by_other_weights_than_verified_fails(
+def test_decoding_with_unverified_weights_fails_the_audit(
     stale: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, prefill = LocalEngine._load_adapter, LocalEngine._prefill_last
@@ -101,7 +101,7 @@ def from_nowhere(steps: dict[int, Rows]) -> None:
         (from_nowhere, ["versions", "staleness"]),
     ],
 )
-def test_samples_that_were_altered_fail(
+def test_altered_samples_fail_the_audit(
     spoil: Callable[[dict[int, Rows]], None], names: list[str], clean: RunDirectory, tmp_path: Path
 ) -> None:
     run = RunDirectory(shutil.copytree(clean.path, tmp_path / "run"))
@@ -113,7 +113,7 @@ def test_samples_that_were_altered_fail(
     assert failing(audit(run)) == names
 
 
-def test_two_contents_of_one_version_fail(clean: RunDirectory, tmp_path: Path) -> None:
+def test_two_digests_of_one_version_fail_the_audit(clean: RunDirectory, tmp_path: Path) -> None:
     run = RunDirectory(shutil.copytree(clean.path, tmp_path / "run"))
     first, line, *others = run.publishes.read_text().splitlines()
     digest = line.partition('"digest":"')[2][:16]

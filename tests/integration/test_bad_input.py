@@ -225,7 +225,7 @@ def test_settings_that_would_fail_later_are_rejected_at_start(words: list[str], 
         assert says in refusal(*dry_run, *words)
 
 
-def test_the_asking_rank_rejects_an_unset_server_key(tmp_path: Path, refusal: Refusal) -> None:
+def test_only_rank_0_rejects_an_unset_server_key(tmp_path: Path, refusal: Refusal) -> None:
     served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
     words = ["--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY"]
     assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in refusal(*words)
@@ -246,7 +246,7 @@ def test_a_bos_that_only_the_server_would_add_is_warned_of(tmp_path: Path, capsy
         assert (f"warning: {said}" in capsys.readouterr().out) == is_warned
 
 
-def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_faults_of_the_data_are_counted_and_located(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     rows = [("2+2", "4"), ("1+1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1"), ("show it", "proof")]
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
