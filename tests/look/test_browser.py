@@ -46,7 +46,7 @@ def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     seen.page.close()
 
 
-def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) -> None:
+def test_pages_of_a_hostile_run_stay_whole_and_unattacked(watched: Watched) -> None:
     for scheme, width in (("light", 1280), ("dark", 390)):
         watched.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         watched.page.set_viewport_size({"width": width, "height": 844})

@@ -29,7 +29,7 @@ def stranger(runs: list[Path]) -> TestClient:
     return TestClient(make_app(runs, "secret"), base_url="http://127.0.0.1:1234")
 
 
-def test_only_who_knows_the_token_is_answered(stranger: TestClient) -> None:
+def test_requests_without_the_token_are_refused(stranger: TestClient) -> None:
     for path in ("/", "/api/runs", "/?token=guess", "/?token=", "/nowhere"):
         assert stranger.get(path).status_code == 403
     shown = stranger.get("/?page=curves&token=secret&words=1", follow_redirects=False)
