@@ -109,7 +109,7 @@ def test_a_missing_reward_is_counted_and_not_averaged() -> None:
     assert summarise([], version=0)["rollout/samples"] == 0
 
 
-def test_what_length_costs_is_a_mean_where_it_is_set() -> None:
+def test_the_overlong_penalty_is_averaged_if_it_is_set() -> None:
     samples = [
         make_sample(str(i), reward=Reward(1 + cost, 1.0, {"overlong": cost})) for i, cost in enumerate([0.0, -0.5])
     ]

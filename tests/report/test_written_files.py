@@ -155,7 +155,7 @@ def test_an_engine_clock_set_back_does_not_stop_the_run(tmp_path: Path) -> None:
     assert span.start_s == span.end_s
 
 
-def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:
+def test_a_summary_round_trips_with_the_engine_class(tmp_path: Path) -> None:
     path, summary = tmp_path / "summary.json", make_summary()
     save_summary(path, summary)
     assert load_summary(path) == summary
