@@ -173,7 +173,7 @@ class Mistaken(MortalReplicas):
 
 
 @pytest.mark.parametrize("what", ["weights", "adapter a"])
-def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
+def test_wrong_weights_in_a_restarted_engine_end_the_run(what: str) -> None:
     replicas = Mistaken(2, adapters=["a"])
     pool = replicas.pool()
     if what == "weights":
@@ -186,7 +186,7 @@ def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
         served(pool, asks(4), "slots", version=int(what == "weights"))
 
 
-def test_weights_that_nobody_can_send_again_end_the_run() -> None:
+def test_weights_that_cannot_be_sent_again_end_the_run() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool()
     pool.note_weights(1, [{}])
@@ -206,7 +206,7 @@ def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list
 
 @pytest.mark.parametrize("weights", [None, 3])
 @pytest.mark.parametrize("fault", ["dead", "doomed"])
-def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: int | None) -> None:
+def test_a_replacement_engine_has_all_adapters(fault: str, weights: int | None) -> None:
     replicas = MortalReplicas(2, adapters=["a", "b", "c"])
     pool = replicas.pool(slots=4)
     if weights is not None:

@@ -160,9 +160,7 @@ def test_calls_get_tool_messages_until_a_turn_without_calls(renderer: ChatRender
         (f"{ECHO} \\boxed{{8}}", "abab"),  # with a call and an answer, the call counts
     ],
 )
-def test_a_call_that_cannot_be_made_is_answered_by_what_is_wrong(
-    renderer: ChatRenderer, turn: str, answer: str
-) -> None:
+def test_an_invalid_call_is_answered_with_the_reason(renderer: ChatRenderer, turn: str, answer: str) -> None:
     sample, _, counts = played(renderer, [turn, ANSWER], max_tool_tokens=9000)
     assert counts.get("tools/unknown/errors", 0) == (answer.startswith("error: ") and "no such text" not in answer)
     assert re.search(re.escape(answer).replace("\ufffd\\?", ".?"), transcript(sample)[1])
@@ -330,7 +328,7 @@ def test_answers_and_calls_in_tool_outputs_stay_text(renderer: ChatRenderer) -> 
     assert none.answer is None and none.reward.value == 0
 
 
-def test_outputs_that_find_no_room_or_nothing(renderer: ChatRenderer) -> None:
+def test_short_room_and_empty_results_still_give_an_output(renderer: ChatRenderer) -> None:
     turns, nothing = [SEARCH, "<answer>7</answer>"], "(Nothing could be read of what was found.)"
     episode, sample, _ = system_played(renderer, turns, room=2)
     assert nothing in sample.text and len(episode.asks) == 1
