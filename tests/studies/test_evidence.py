@@ -122,12 +122,12 @@ def test_a_table_compares_several_columns() -> None:
 
 
 def test_a_clean_result_is_kept_until_its_settings_change() -> None:
-    job, (_, found) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
+    job, (_, stored) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
     head = evidence.git("rev-parse", "HEAD").stdout.strip()
-    assert evidence.is_current(job, replace(found, commit=head))
-    assert not evidence.is_current(job, replace(found, commit=f"{head}+"))
-    assert not evidence.is_current(job, replace(found, commit="0" * 40))
-    assert not evidence.is_current(job, replace(found, commit=head, settings=["preset=cpu_default"]))
+    assert evidence.is_current(job, replace(stored, commit=head))
+    assert not evidence.is_current(job, replace(stored, commit=f"{head}+"))
+    assert not evidence.is_current(job, replace(stored, commit="0" * 40))
+    assert not evidence.is_current(job, replace(stored, commit=head, settings=["preset=cpu_default"]))
     assert not evidence.is_current(job, None)
 
 
