@@ -151,7 +151,7 @@ def test_a_stop_rule_needs_held_out_lines() -> None:
         read_config(None, ["sft.held_out=0", "sft.stop_accuracy=0.9"])
 
 
-def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:
+def test_the_templates_end_token_is_imitated_not_eos_token(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     config = tmp_path / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
