@@ -87,7 +87,7 @@ def test_an_error_is_a_short_traceback_of_the_snippet_alone(python: PythonInterp
     assert "[cut: 4," in output and len(output) == CONFIG.max_output_chars
 
 
-def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> None:
+def test_a_call_leaves_nothing_for_the_next_one(python: PythonInterpreter) -> None:
     run(
         python,
         "import builtins, os; builtins.leak = open('/tmp/x', 'w').write('x'); os.environ['LEAK'] = '1'; leak = 1",
@@ -115,7 +115,7 @@ def all_gone(processes: set[psutil.Process]) -> bool:
     return not psutil.wait_procs(list(processes), timeout=SOON_S)[1]
 
 
-def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpreter) -> None:
+def test_a_finished_snippet_leaves_nothing_behind(python: PythonInterpreter) -> None:
     wait_until_ready(python)  # so that no more interpreters start
     others = children()
     interpreter = start_interpreter(CONFIG)

@@ -186,7 +186,7 @@ def test_the_api_key_appears_in_no_text_log_or_checkpoint(
         assert "s3cr3t" not in text
 
 
-def test_nobody_listens_and_the_error_has_no_key() -> None:
+def test_a_refused_connection_is_an_error_without_the_key() -> None:
     with closing(SerpApi("search", serpapi().search, unread)) as tool, pytest.raises(ToolError) as error:  # type: ignore[arg-type]
         tool.run({"query": "x"})
     assert "after 3 attempts: ConnectError" in str(error.value) and "s3cr3t" not in repr(error.value)
@@ -252,7 +252,7 @@ def client() -> Iterator[Any]:
         yield client
 
 
-def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
+def test_the_retrieval_server_answers_both_request_forms(client: Any) -> None:
     asked = {"queries": ["peru andes", "capital", "nothing"], "topk": 2, "return_scores": True}
     result = client.post("/retrieve", json=asked).json()["result"]
     assert [[hit["document"]["id"] for hit in each] for each in result] == [["peru", "lima"], ["lima"], []]
