@@ -290,7 +290,7 @@ def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:
     assert message().endswith("run.resume=previous resumes from the newest intact one")
 
 
-def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> None:
+def test_a_damaged_checkpoint_is_not_called_intact(run: RunDirectory) -> None:
     save(writer(run), 4, 8, word="1234")
     file = run.checkpoint(8) / "policies/main/word"
     file.write_bytes(b"123")

@@ -123,7 +123,7 @@ def test_help_lists_all_commands_each_with_an_example(capsys) -> None:
         assert f"\n marsrl {name}" in shown(capsys, name, "-h").split("example:")[1]
 
 
-def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
+def test_unusable_arguments_exit_with_status_2(capsys) -> None:
     for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
         assert main(words) == 2 and said in capsys.readouterr().err
 

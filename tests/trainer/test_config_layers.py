@@ -77,14 +77,14 @@ def test_mappings_are_merged_and_lists_replaced(tmp_path: Path) -> None:
     assert config.credit.train_agents == ("solver", "corrector1")
 
 
-POLICIES_OF_HIS_OWN = """
+OWN_POLICIES = """
 policies: {a: {model: /models/a}, b: {model: /models/b}}
 agents: {solver: &a {policy: a}, verifier1: &b {policy: b}, corrector1: *a, verifier2: *b, corrector2: *a}
 """
 
 
 def test_policies_given_for_all_agents_replace_the_presets(tmp_path: Path) -> None:
-    path = written(tmp_path, POLICIES_OF_HIS_OWN)
+    path = written(tmp_path, OWN_POLICIES)
     assert list(read_config(path)[0].policies) == ["a", "b"]
     assert list(read_config(path, ["agents.solver.policy=main"])[0].policies) == ["main", "a", "b"]
     assert list(read_config(path, ["policies.main.model=/m"])[0].policies) == ["main", "a", "b"]
@@ -104,7 +104,7 @@ def test_a_file_may_inherit_another_preset_or_none(tmp_path: Path) -> None:
         read_config(written(tmp_path, "preset: qwen4"))
 
 
-@pytest.mark.parametrize("text", ["", POLICIES_OF_HIS_OWN, "preset: qwen3_30b_a3b", "preset: none\ntask: math"])
+@pytest.mark.parametrize("text", ["", OWN_POLICIES, "preset: qwen3_30b_a3b", "preset: none\ntask: math"])
 def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path, text: str) -> None:
     config, origin = read_config(written(tmp_path, text), ["run.seed=5", "task_options={workers: 3}"])
     run = RunDirectory.create(tmp_path, "a", "p")

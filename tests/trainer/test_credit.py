@@ -195,7 +195,7 @@ def test_with_one_sample_a_session_nothing_changes(normalise: Any, std: Any) -> 
     assert [s.advantage for s in found[0].sequences] == [s.advantage for s in found[1].sequences]
 
 
-def test_answering_and_trained_agents_do_not_change_comparisons() -> None:
+def test_policies_and_train_agents_do_not_change_comparisons() -> None:
     groups = [
         group("0/solver", [1, 1, 0]),
         group("0/solver:0/verifier1", [0, 0, 1, 0], "verifier1"),

@@ -124,7 +124,7 @@ def test_a_verifier_flagging_everything_scores_at_chance(evaluator: Any) -> None
     assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
 
 
-def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(evaluator: Any) -> None:
+def test_a_solver_alone_is_the_system_without_fixed_inputs(evaluator: Any) -> None:
     with_critics = evaluator(perfect_critics)
     solver_alone = build_orchestration("solver", {}, with_critics.task.prompts)
     judged = replace(with_critics, team=replace(with_critics.team, orchestration=solver_alone))
@@ -189,7 +189,7 @@ def answered(answer: str | None, correct: float | None = 0.0, tokens: int = 10) 
     return Said(correct=correct, answer=answer, tokens=tokens)
 
 
-def test_the_majority_s_answer_counts_and_equals_share() -> None:
+def test_the_majoritys_answer_counts_and_ties_share() -> None:
     right = answered("7", 1.0)
     assert majorities([right, right, answered("8")], [3])[3][0] == 1
     # White space does not make another answer.

@@ -58,7 +58,7 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
     assert decided.policies["main"].dtype == native and messages == [f"policies.main.dtype=auto: {native} ({why})"]
 
 
-def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
+def test_an_automatic_dtype_is_checked_with_other_settings() -> None:
     """Preflight decides on float32 for this machine, but vLLM quantises only 16-bit weights."""
     frozen = "policies={main: {model: /m, frozen: true, dtype: auto}}"
     fp8 = read_config(None, [frozen, "rollout.vllm.quantization=fp8"], trains=False)[0]
@@ -148,7 +148,7 @@ PAST = [*KL, "policies.main.reference=past", "policies.main.reference_every=2"]
         (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (the run has True, now False)"),
     ],
 )  # fmt: skip
-def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
+def test_settings_that_a_checkpoint_fixes_are_refused(
     had: list[str], words: list[str], says: str, tmp_path: Path
 ) -> None:
     run = begun(tmp_path, *had)

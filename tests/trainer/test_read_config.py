@@ -361,7 +361,7 @@ def test_on_policy_samples_are_not_warned_about() -> None:
         assert not stale_samples(read_config(str(preset), [])[0]), preset
 
 
-def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
+def test_a_policy_on_a_base_has_its_model_and_layout() -> None:
     words = [*BASED, "policies.checker={adapter: {rank: 8}, optimizer: {lr: 1.0e-4}}"]
     config = read_config(None, words)[0]
     main, checker = config.policies["main"], config.policies["checker"]
