@@ -255,7 +255,7 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
     ("team", "change", "question", "expected"),
     [
         ("solver", ("", ""), "2 + 2?", [r"the prompt of agents.solver, as solver, does not show the form of its answer, \b"]),
-        ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for this form
+        ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # two of the three problems ask for this form
         ("solver", ("turns:", r"form: Write \boxed{}." "\nturns:"), "2 + 2?", []),
         ("solver", ("answer: boxed", NUMBER), "2 + 2?", []),  # without an example the form is unknown
         ("solver", ("answer: boxed", NUMBER.replace("}", ", example: So ANSWER}")), "So what?", []),

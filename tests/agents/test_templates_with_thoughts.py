@@ -75,7 +75,7 @@ def test_a_prompt_is_what_the_template_alone_renders(
     named: tuple[str, ChatRenderer], chat: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, renderer = named
-    passes_on = kind in ("plain", "llama") and "think>" in str(chat)  # control words in a content stay text
+    passes_on = kind in ("plain", "llama") and "think>" in str(chat)  # such words stay text in our prompts alone
     for tools, options in itertools.product((None, TOOLS), ({}, {"enable_thinking": False})):
         expected = alone(renderer, chat, tools, **options)
         ids, text = renderer.render(chat, tools or (), **options)
