@@ -35,7 +35,7 @@ def test_no_number_is_printed_for_a_wrong_kernel() -> None:
 def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["linear_policy_loss", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
-    # Skip variants that would take half a minute each, in both processes.
+    # Skip variants that take half a minute each, in this process and in the one that measures memory.
     compiled = ("torch F.linear_cross_entropy", "torch.compile")
     skipped = [name + rows for name in compiled for rows in ("", ", unmasked rows only")]
     few = ["--shape", "mask share 0.5", *(word for name in skipped for word in ("--skip", name))]
@@ -45,7 +45,7 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
     rows = {row["name"]: row for row in table["rows"]}
     scaled = "Liger fused linear scaled CE, unmasked rows only"
     assert {"ours", "torch eager", "Liger fused linear GRPO", scaled} <= rows.keys()
-    # Errors of log-probs, entropy and gradients.
+    # Both are judged by the errors of the same log-probs, entropy and gradients.
     assert rows[scaled]["errors"].keys() == rows["torch eager"]["errors"].keys()
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
@@ -174,7 +174,7 @@ def test_a_step_with_shared_prefixes_equals_the_flat_batchs(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
-    """Time our learner and the reference in turns on a dense model. Gradient norms are compared before anything is printed."""
+    """Time our learner and the reference alternately on a dense model. Gradient norms are compared before anything is printed."""
     # Imported late, because it takes a second.
     from transformers import AutoConfig, AutoModelForCausalLM
 
