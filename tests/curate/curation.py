@@ -73,7 +73,11 @@ def prompt_of(request: DecodeRequest) -> str:
 
 @dataclass
 class ScriptedJudge:
-    """Judge that answers questions by a script. asked: the questions in order. prompts: prompts of all requests."""
+    """Judge that answers questions by a script.
+
+    script: returns a question's answer. fail: returns a question's error, or None. asked: the questions in order.
+    prompts: prompts of all requests. num_opened: number of times that `open` was called.
+    """
 
     script: Callable[[str], str]
     fail: Callable[[str], str | None] = lambda question: None

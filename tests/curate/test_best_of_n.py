@@ -42,6 +42,7 @@ def rows(num: int) -> list[Row]:
 class Players:
     """A team whose Solver answers row i correctly in the first right(i) draws.
 
+    fail: function of a draw's number; if it returns True, the draw's requests fail.
     played: (row, draw) in order. seeds: seeds of the requests, by uid.
     """
 

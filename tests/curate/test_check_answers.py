@@ -155,7 +155,7 @@ import time
 from marsrl.rollout.tasks.own_task import OwnTask
 
 class Faulty(OwnTask):
-    "Pays what shares its first number with the reference, and whatever is tiny; hangs at 13, and fails at its notations."
+    "Rewards answers with the reference's first number, and tiny ones. Hangs at 13; fails at other notations of 13."
 
     def reward(self, problem, answer):
         if problem.answer == "13":
