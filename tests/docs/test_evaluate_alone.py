@@ -60,7 +60,7 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
         used = first["usage"]["solver"]
-        # As counted by the server.
+        # The server reports 11 input and 3 output tokens for each call.
         assert (used["input_tokens"], used["output_tokens"]) == (11 * used["calls"], 3 * used["calls"])
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9

@@ -139,7 +139,7 @@ def test_workers_have_prompts_and_groups_of_their_own(command: str, desk: Desk) 
 def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
     secret = int(tried(command, desk).problem.answer or "")
     lower = next(n for n in range(10) if n != secret)
-    # Guesses of the two games in turns: one is won by its second guess, the other is lost.
+    # The two games take guesses alternately: the second guess wins one game, and the other game is lost.
     guesses = [f"Answer: {n}" for n in (lower, lower, secret, lower, lower, lower)]
     guessers = samples_of(tried(command, desk, {"guesser": guesses}), "guesser")
     outcomes = {name: [s.outcome for s in guessers if s.uid.startswith(f"000001.{name}/")] for name in (0, 1)}

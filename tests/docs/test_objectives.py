@@ -99,7 +99,7 @@ def test_a_block_computes_its_papers_formula(name: str, tmp_path: Path) -> None:
     objective = FORMULAS[name](logp, old, config)
     expected = torch.cat(torch.autograd.grad(-objective, logp))
     if name != "RLOO":  # RLOO has ratio 1 everywhere, so nothing can be clipped
-        assert (expected == 0).any() != (name == "CISPO"), "nothing is clipped"
+        assert (expected == 0).any() != (name == "CISPO"), "clipped tokens have no gradient, except in CISPO"
     value, gradient = by_trainer(config, logp, old)
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=2e-5, abs=1e-9)
     # The logged losses of RLOO and CISPO differ from the formulas in value, not in gradient.
