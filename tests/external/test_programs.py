@@ -39,8 +39,8 @@ Made = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Return a function from a path in the documents, such as /tmp/agents, to a virtual environment with the packages that the
-    documents install there. It is in a temporary folder. uv installs the packages, because pip takes thirty times as long.
+    """Return a function from a path in the documents, such as /tmp/agents, to a virtual environment in a temporary folder. It
+    has the packages that the documents install there. uv installs them, because pip takes thirty times as long.
     """
     folder = tmp_path_factory.mktemp("environments")
     commands = [shlex.split(each) for each in run_by("test_an_environment_has_what_its_programs_import")]
@@ -179,9 +179,7 @@ def test_a_program_is_trained_and_evaluated(
 
 
 def check_handoffs(samples: list[SampleRecord]) -> None:
-    """Check that the expert answers after the clerk's handoff, with only the question, and that both have the last answer's
-    reward.
-    """
+    """Check that the expert answers after the clerk's handoff and reads only the question, and that both have one reward."""
     played = {(sample.uid.partition("/")[0], sample.agent): sample for sample in samples}
     experts = {session: sample for (session, agent), sample in played.items() if agent == "expert"}
     assert len(samples) == 6 and [session[-2:] for session in experts] == [".0", ".0"]
