@@ -287,8 +287,8 @@ print(json.dumps({"solver": len(said.choices[0].message.content) / 13}))
 def test_prompts_continue_samples_and_equal_calls_are_separate(
     qwen: Path, tmp_path: Path, text: str, turns: list[int]
 ) -> None:
-    """turns: number of turns before the last one, for each sample of a session. If several answers are equal, each call that
-    continues an answer continues a different one."""
+    """turns: number of turns before the last one, for each sample of a session. If several answers are equal, calls that
+    continue them continue different samples."""
     function = program(tmp_path, text)
     played_by = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
     external = {**played_by, "superseded": "train"}  # a scripted engine may answer one call before the next arrives

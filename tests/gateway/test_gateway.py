@@ -344,7 +344,7 @@ def test_a_thought_is_read_by_each_of_its_names(fields: dict[str, Any]) -> None:
 
 
 def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path) -> None:
-    """Qwen3's template keeps thoughts until the next user message, so tools' outputs continue the sample, questions do not."""
+    """Qwen3's template keeps thoughts until the next user message: a tool's output continues the sample, a question does not."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct, user, more = Direct(renderer), {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     said = "<think>\nI add.\n</think>\n\nlook"

@@ -79,7 +79,7 @@ def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> 
 
 
 def test_a_program_imports_its_files_but_not_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of the program may have the name of a module beside the worker, which must not hide it, even through a link."""
+    """Modules beside the worker must not hide a program's packages of the same name, even if the worker is started by a link."""
     (tmp_path / "gateway").symlink_to(WORKER.parent)
     monkeypatch.setattr("marsrl.rollout.gateway.workers.WORKER", tmp_path / "gateway" / WORKER.name)
     (tmp_path / "beside.py").write_text("NAME = 'run'\n")
