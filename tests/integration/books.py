@@ -86,7 +86,7 @@ class SessionsBook:
         kept += [sample for batch in books.ready for group in batch.groups for sample in group.samples]
         trained.update(_play_of(sample.uid) for sample in kept)
         if twice := [f"{session} {agent}" for (session, agent), number in trained.items() if number > 1]:
-            raise Loss(f"sessions that are there twice: {twice[:5]} ({len(twice)})")
+            raise Loss(f"sessions that occur twice: {twice[:5]} ({len(twice)})")
         episodes = [each for i in books.instances.values() for each in i.episodes.values()]
         over = {session for session, _ in trained} | {each.id for each in episodes if each.outputs}
         if never := sorted(over - begun.keys()):
@@ -119,14 +119,14 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
     books = read_books(checkpoint)
     asks = [*(opened.ask for opened in books.open.values()), *books.pending]
     if twice := [ask for ask, count in Counter(ask.id for ask in asks).items() if count > 1]:
-        raise Loss(f"asks that are there twice: {twice[:5]} ({len(twice)})")
+        raise Loss(f"asks that occur twice: {twice[:5]} ({len(twice)})")
     held = {sample.group_id for instance in books.instances.values() for sample in instance.held}
     groups.update(held | {ask.group for ask in asks})
     groups.update([*(g.group_id for g in books.closed), *(g.group_id for batch in books.ready for g in batch.groups)])
     if twice := [uid for uid, count in uids.items() if count > 1]:
         raise Loss(f"samples that were trained twice: {twice[:5]} ({len(twice)})")
     if twice := [group for group, count in groups.items() if count > 1]:
-        raise Loss(f"groups that are there twice: {twice[:5]} ({len(twice)})")
+        raise Loss(f"groups that occur twice: {twice[:5]} ({len(twice)})")
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
     there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
     open_sessions = [each for i in books.instances.values() for each in i.episodes.values() if each.open_calls]
@@ -141,7 +141,7 @@ def _check_tokens(run: RunDirectory) -> None:
     for step, file in step_files(run.tokens).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)
         if {record.step for record in log} - {step} or len({record.uid for record in log}) != len(log):
-            raise Loss(f"{file.name}: of another step, or with a sample twice")
+            raise Loss(f"{file.name} has a record of another step, or a sample twice")
         for record in log:
             sample = samples[record.line - 1]
             if (record.uid, record.segments) != (sample.uid, sample.segments) or not record.text.startswith(

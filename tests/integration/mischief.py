@@ -28,7 +28,7 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
     turns += [first.message, {"role": "user", "content": report.text}]
     told = book.with_suffix(".mischief")
     mischief = told.read_text() if told.exists() and client.session.endswith(".0") else ""
-    if mischief == "disconnect":  # in the middle of the last call, which is never read
+    if mischief == "disconnect":  # in the middle of the last call, whose answer is never read
         line = http.client.HTTPConnection(urlsplit(client.base_url).netloc)
         body = json.dumps({"model": "solver", "messages": turns, "max_tokens": 16, "stream": True})
         line.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {client.api_key}"})

@@ -38,7 +38,7 @@ from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
-# Math's prompts for Verifiers have 2,000 bytes.
+# Short prompts for Verifiers; those of `math` have 2,000 bytes.
 BRIEFLY = ("agents.verifier1.prompt=chain", "agents.verifier2.prompt=chain")
 
 

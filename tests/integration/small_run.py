@@ -96,5 +96,5 @@ class Runner:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         assert process.returncode == 0, output[-6000:]
-        assert "uthentication" not in output, output[-6000:]  # Ray's messages about its token are not for this user
+        assert "uthentication" not in output, output[-6000:]  # Ray must print nothing about its authentication token
         return self.folder / name

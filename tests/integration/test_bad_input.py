@@ -71,7 +71,7 @@ import os, time
 from marsrl.trainer import build, main
 
 def open_run(checked, directory):
-    time.sleep(3 * (os.environ["RANK"] == "0"))  # as Ray shuts down
+    time.sleep(3 * (os.environ["RANK"] == "0"))  # as long as Ray takes to shut down
     raise ValueError("of both ranks")
 
 build.open_run = open_run

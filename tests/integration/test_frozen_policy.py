@@ -1,5 +1,5 @@
-"""A whole run of a team with a trained policy and a frozen one behind a chat server. trainer/test_read_config.py tests refused
-settings.
+"""A whole run of a team with a trained policy and a frozen one behind a chat server.
+tests/trainer/test_read_config.py tests refused settings.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_a_trained_policy_learns_beside_a_frozen_one(tmp_path: Path) -> None:
     rows = read_metrics(directory.path / "metrics.jsonl")
     counted = [row.values.get("cost/verifier1/output_tokens", 0) for row in rows]
     answers = [r for r in verdicts if r.segments]
-    assert sum(counted) == 3 * len(answers)  # as counted by the server
+    assert sum(counted) == 3 * len(answers)  # the server reports 3 tokens for each answer
     assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
     summary = load_summary(directory.summary)
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 4

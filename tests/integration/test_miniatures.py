@@ -73,7 +73,7 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
             is_asked = any(sample.agent == policy for sample in samples)
             assert ({f"drmas/{policy}/mu", f"drmas/{policy}/sigma"} <= row.keys()) == is_asked
             has_norm = f"{policy}/actor/{policy}/grad_norm" in row
-            assert has_norm == (is_asked and number == 2)  # every second step
+            assert has_norm == (is_asked and number == 2)  # trainer.agent_grad_norm_every=2
         file = directory / "checkpoints" / "step_2" / "policies" / policy / "hf" / "config.json"
         assert json.loads(file.read_text())["hidden_size"] == hidden
     for row, samples in steps:

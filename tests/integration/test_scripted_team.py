@@ -193,7 +193,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
     samples = samples_of(run)
     drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
-    assert len(drawn) == 12 == len(set(drawn.values()))  # no problem repeats within the epoch, also across the resume
+    assert len(drawn) == 12 == len(set(drawn.values()))  # no problem repeats within the epoch, even across the resume
     judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
     assert {(r.answer, r.correct) for r in judged} == {("7", 1.0), ("8", 0.25)}
     unknown = [r for r in samples if r.answer is not None and r.problem_id == "problems:6"]
@@ -337,7 +337,8 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
     settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # a checkpoint is due after every step
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
-    assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
+    # With run.evaluate=false, no table of evaluations is shown.
+    assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said
     run = play(*settings, "run.steps=7", "run.resume=auto")
     assert "resumes after step 3: 4 of 7 steps are left" in capsys.readouterr().err
     rows = rows_of(run)
@@ -413,7 +414,7 @@ def test_a_trainer_that_sleeps_beside_engines_trains_the_same(
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     calls = [call for call in CALLS if call not in ("submit", "forget prefixes")]
     awake = ["sleep", "trainer awake", "trainer asleep"]
-    save = ["sleep, weights kept", *awake[1:], "wake weights", "wake kv_cache"]  # then a stage, or the last evaluation
+    save = ["sleep, weights kept", *awake[1:], "wake weights", "wake kv_cache"]  # then a stage or the evaluation
     start = ["trainer asleep", "score"]
     assert calls == [*start, *awake, *sync, *awake, *sync, *save, *awake, *sync, *save]
     CALLS.clear()
@@ -464,7 +465,8 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     zeros = f'solver\'s completions (2 of 2) have no answer in {form}; one ends "I do not know."'
     told = [(step, text) for step, text in read_warnings(run.warnings) if "completions" in text]
     assert told[0] == (0, f"evaluation before: 100 % of {zeros.replace('2 of 2', '3 of 3')}")
-    assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]  # the evaluation reports five agents
+    # The evaluation's five warnings, one for each agent, come first.
+    assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]
     shutil.rmtree(run.path)
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -106,7 +106,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayClus
         torch.manual_seed(1)
         for group in GROUPS[kind]:
             _change(learner, group)
-        assert median_difference(learner, pool) > 1e-3, "the probe does not see it"
+        assert median_difference(learner, pool) > 1e-3, "the probe does not see the change"
         report = sync.publish(learner, version=1)
         assert report is not None and report.comparison is not None
         assert report.comparison.median < TOLERANCE

@@ -24,7 +24,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4  # as in SMALL
 SILENCE_S = 12.0
-GONE_S = 180.0  # time for a run's processes to disappear after it, on a loaded machine
+GONE_S = 180.0  # time in which a run's processes disappear after its end, even on a loaded machine
 DISK_MIB = 400
 NUM_WORKERS = 2
 MISCHIEF = Path(__file__).with_name("mischief.py")
@@ -207,7 +207,8 @@ class Trial:
             raise Loss(f"ended with status {code}: {life.last_line}")
         self._nothing_left()
         line = life.last_line
-        has_begun = "# settings:" in life.output  # before that, a signal ends the program without its last line
+        # Before the settings are printed, a signal ends the program without a last line.
+        has_begun = "# settings:" in life.output
         if (line or has_begun) and not re.search(says, line):
             raise Loss(f"the last line is {line!r}, expected {says!r}")
         found = WORDS.findall(line)
