@@ -18,9 +18,9 @@ PAGES = (
     "page=samples&sample=6.1",  # 1 MB on one line
     "page=samples&sample=6.3&view=diff",
     "page=samples&sample=6.3",  # tool calls
-    "page=samples&sample=6.4",  # its own parent
+    "page=samples&sample=6.4",  # a sample that is its own parent
     *(f"page=samples&sample=6.3&color={color}" for color in ("difference", "gated")),
-    "page=samples&sample=6.1&color=logprob",  # a sample that trained nothing, with tokens of 35,000 characters
+    "page=samples&sample=6.1&color=logprob",  # an untrained sample, with tokens of 35,000 characters
     "page=samples&sample=6.2&color=gated",  # no marks were logged for this sample
     "page=samples&sample=6.3&color=__proto__",
     "page=samples&sample=6.5",  # a chat

@@ -161,7 +161,7 @@ def test_a_resumed_run_is_followed_and_replayed_steps_replaced(tmp_path: Path) -
     assert catalog.counts == {"samples": len(rows), "files": 3, "last_metrics": 2}
     write_samples(run, 2, [make_group(make_sample("again", text="another: quagga"))])
     lines = run.metrics.read_bytes().splitlines(keepends=True)
-    run.metrics.write_bytes(lines[0])  # a resumed run removes lost lines
+    run.metrics.write_bytes(lines[0])  # a resumed run removes the lines of lost steps
     step_files(run.samples)[0].unlink()
     catalog.refresh()
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
@@ -239,7 +239,7 @@ def test_warnings_of_a_run_and_of_its_metrics_are_listed(tmp_path: Path) -> None
     warnings = measured.warnings(catalog)
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in warnings]
     said = [each["text"] for each in warnings if each["kind"] == "said"]
-    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # reported once, by rank 0 for all
+    assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # rank 0 reports warnings for all ranks
     assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
     of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite"), *((4, 4, name) for name in unusual)]
     assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said"), (None, None, "trace.json")]
@@ -285,7 +285,7 @@ def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path)
     assert [(each["agent"], each["version"], each["start"], each["end"], each["samples"]) for each in lives] == [
         ("solver", 1, 6.0, 9.0, 1),
         ("judge", 0, 2.0, 9.0, 1),
-        ("solver", 2, 9.0, 11.0, 1),  # no publish of its version: its life begins with its step
+        ("solver", 2, 9.0, 11.0, 1),  # version 2 was not published, so the life begins with the sample's step
     ]
     assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # colors follow the position in the team
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]

@@ -43,5 +43,5 @@ class Watched:
     def _wait(self, is_so: Callable[[], bool], words: str) -> None:
         end = time.monotonic() + 300.0
         while not is_so():
-            assert time.monotonic() < end, f"never so: {words}"
+            assert time.monotonic() < end, f"timed out waiting for: {words}"
             self.page.wait_for_timeout(30)
