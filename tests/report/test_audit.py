@@ -37,7 +37,7 @@ def run_of(folder: Path, counted: dict[str, float], publishes: Sequence[Publish]
     [
         (0, {}, True),
         (3, {}, True),
-        (0, {"policy_cost/served/output_tokens": 9}, True),  # as a server counts, with thoughts that it does not show
+        (0, {"policy_cost/served/output_tokens": 9}, True),  # a server also counts thoughts that it does not show
         (-1, {}, False),
         (1, {"rollout/carried_tokens/main": 0}, False),
         (1, {"rollout/carried_tokens/main": 0, "rollout/replayed_sessions": 1}, True),

@@ -161,8 +161,8 @@ def spikes_of(norms: list[float]) -> list[float]:
 
 def test_a_gradient_norm_above_five_running_medians_is_a_spike() -> None:
     assert spikes_of([1, 1, 1, 1, 1, 5.0, 5.1]) == [0, 0, 0, 0, 0, 0, 1]
-    assert spikes_of([1, 1, 1, 1, 100]) == [0] * 5  # a median of four is not meaningful
-    assert spikes_of([1, 0, 0, 0, 0, 0, 0, 2]) == [0] * 8  # steps that trained nothing are in no median
+    assert spikes_of([1, 1, 1, 1, 100]) == [0] * 5  # a median needs at least five norms
+    assert spikes_of([1, 0, 0, 0, 0, 0, 0, 2]) == [0] * 8  # norms of 0, of steps that trained nothing, are in no median
     assert spikes_of([1] * 5 + [math.nan, math.inf, 1]) == [0] * 5 + [1, 1, 0]
     # The median covers the last fifty steps, so a norm of 4 is a spike at first and becomes normal.
     assert spikes_of([1] * WINDOW + [4] * WINDOW + [20, 21])[-2:] == [0, 1] and WINDOW == 50

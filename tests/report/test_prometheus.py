@@ -40,7 +40,7 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
         for family in text_string_to_metric_families(answer.read().decode()):
             for sample in family.samples:
                 labels = tuple(sorted(sample.labels.items()))
-                assert all(sample.labels.values()), f"{sample.name} {labels}: a label that says nothing"
+                assert all(sample.labels.values()), f"{sample.name} {labels}: a label is empty"
                 assert labels not in metrics.setdefault(sample.name, {}), f"{sample.name} {labels} is there twice"
                 metrics[sample.name][labels] = sample.value
     return metrics

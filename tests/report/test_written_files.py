@@ -92,7 +92,7 @@ def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
         assert "".join(renderer.pieces(np.array([*text.encode()], np.int32))) == text
     assert renderer.pieces(np.array([*"a中🎉b".encode()], np.int32)) == ["a", "", "", "中", "", "", "", "🎉", "b"]
     rng = np.random.default_rng(0)
-    for _ in range(100):  # texts as from random weights: log, samples and the programs' input must agree
+    for _ in range(100):  # bytes that a random model may sample: token logs (pieces) and samples (decode) must agree
         ids = rng.choice(np.array([0x41, 0x80, 0xB8, 0xC3, 0xE4, 0xF0, 0x9F, 0x8E, 0xFF], np.int32), 40)
         assert "".join(renderer.pieces(ids)) == renderer.decode(ids)
 
