@@ -1,4 +1,4 @@
-"""A team that writes letters: a character is a token, a script replaces the model; it needs no tokenizer and no torch."""
+"""A team that writes letters: each character is a token, and a script replaces the model. Needs no tokenizer and no torch."""
 
 from __future__ import annotations
 

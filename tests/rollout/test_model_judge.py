@@ -121,7 +121,7 @@ def test_the_same_answer_to_the_same_question_is_judged_once(desk: Make) -> None
     train, evaluate = (judged.judge.take_counts(purpose) for purpose in ("train", "evaluate"))
     assert (train["judge/calls"], train["judge/cached"], train["judge/yes"]) == (4, 2, 4)
     assert (evaluate["judge/calls"], evaluate["judge/cached"], evaluate["judge/yes"]) == (1, 1, 1)
-    judged.rewards("Lima", "Rome")  # evicts the least recently used one
+    judged.rewards("Lima", "Rome")  # evicts the least recently used entry
     judged.rewards("Lima", "Lima")
     assert len(judged.asked) == 3
     judged.rewards("Lima", problem=other)
@@ -196,7 +196,7 @@ def test_the_judge_s_engines_sleep_with_the_team_and_wake(desk: Make) -> None:
         is_asleep = False
 
         def sleep(self, keeps_weights: bool) -> None:
-            self.is_asleep = keeps_weights  # its policy is frozen
+            self.is_asleep = keeps_weights  # a frozen policy must keep its weights
             super().sleep(keeps_weights)
 
         def wake(self, part: Any) -> None:

@@ -171,7 +171,7 @@ def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
     assert reward(overlong, said(43)) == Reward(0.5, 1.0, {"overlong": -0.5})
     assert reward(overlong, "." * 48, Finish.LENGTH) == Reward(-1.0, 0.0, {"overlong": -1.0}, note="overlong")
     assert reward({"overlong": {"buffer": 10, "penalty": 0.2}}, said(43)).value == pytest.approx(0.9)
-    # With the agent's own limit, and a penalty for its form besides.
+    # This agent has its own limit, and a penalty for the form of its answer.
     cut = reward({**overlong, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
     assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
     # This sample began before the limit was lowered.

@@ -258,7 +258,7 @@ def epochs_of(problem: str, dead: Collection[int], *, restart: bool = False, res
     options |= {"problems": 3, "counting": Counting(spread_of, "solver", rest)}
     play, drawn = Play(config, **options), list[int]()
     while True:
-        # The epoch if no problem rests. It is wrong only after a problem was passed over, and then the problem's group is live.
+        # The epoch, unless `problem` rests and is passed over. Then another problem is drawn, whose groups always have spread.
         epoch = play.stages.state.num_instances // 3
         (group,) = next_batch(play.stages).groups
         number = int(group.rollout_id) - 1
