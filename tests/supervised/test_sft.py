@@ -322,6 +322,17 @@ def test_a_demonstration_trains_the_policy_of_its_agent(read: Read) -> None:
         read({"messages": said}, words=words)
 
 
+def test_an_agents_template_options_reach_its_lines_alone(read: Read, tmp_path: Path) -> None:
+    """The options apply to chats and to filled prompts. A line without an agent is rendered without them."""
+    renderer = renderer_of(TEMPLATES["qwen3"], tmp_path / "qwen3")
+    chat = {"messages": [CHAT[0], {"role": "assistant", "content": "4"}]}
+    filled = {"agent": "solver", "prompt": {"problem": "2 + 2?"}, "completion": "4"}
+    words = ["agents.solver.template_options={enable_thinking: false}"]
+    lines = read({**chat, "agent": "solver"}, filled, chat, renderer=renderer, words=words).lines
+    prompts = [renderer.prompt_text(line.sequence.prompt_ids) for line in lines]
+    assert [text.endswith("<think>\n\n</think>\n\n") for text in prompts] == [True, True, False]
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
