@@ -202,9 +202,8 @@ def test_a_file_without_problems_fails_even_when_skipping(tmp_path: Path) -> Non
     (tmp_path / "empty" / "main").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"empty has no arrow, parquet or jsonl files$"):
         read_problems(tmp_path / "empty", "math")
-    (
-        tmp_path / "empty" / "main" / "train-00000-of-00001.parquet"
-    ).touch()  # many datasets of the Hugging Face hub have such folders
+    # Many datasets of the Hugging Face hub have such folders.
+    (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()
     with pytest.raises(ValueError, match=r"jsonl files; set one of the folders below it that have some: .*empty/main$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
@@ -231,7 +230,7 @@ def test_dataset_directories_are_read_in_shard_order(tmp_path: Path, layout: str
     shards = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
     for shard, rows in zip(shards, (VERL[:2], VERL[2:]), strict=True):
         table = pa.Table.from_pylist(rows)
-        new = pa.ipc.new_file if layout == "files" else pa.ipc.new_stream  # as polars and datasets write them
+        new = pa.ipc.new_file if layout == "files" else pa.ipc.new_stream  # the formats that polars and datasets write
         with pa.OSFile(str(folder / shard), "wb") as sink, new(sink, table.schema) as writer:
             writer.write_table(table)
     if layout in ("saved", "dict"):

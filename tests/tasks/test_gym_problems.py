@@ -35,7 +35,7 @@ def test_gym_problems_repeat_and_held_out_ones_are_apart() -> None:
     train, held_out = own_problems("reasoning_gym", MIXED, (), ())
     assert (train, held_out) == own_problems("reasoning_gym", MIXED, (), ())
     questions, kept = [{each.question for each in problems} for problems in (train, held_out)]
-    assert len(questions) == len(train) < 60 and len(kept) == len(held_out) <= 30  # each once
+    assert len(questions) == len(train) < 60 and len(kept) == len(held_out) <= 30  # each question occurs once
     assert not questions & kept
     sums = [problem for problem in train if problem.question.startswith("State the final")]
     assert 0 < len(train) - len(sums) < len(sums)
