@@ -23,7 +23,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 def syscall(*words):
     if libc.syscall(*words) == -1: raise OSError(ctypes.get_errno(), "refused")
 """
-REFUSED = r"\A(refused \w+\n?)+\Z"  # every attempt
+REFUSED = r"\A(refused \w+\n?)+\Z"  # every attempt is refused
 STOPPED = r"\[(stopped|killed): it "
 SURVIVED = r"\bsurvived\b"
 

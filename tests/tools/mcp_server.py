@@ -59,13 +59,13 @@ def hang() -> str:
 
 @server.tool()
 def flood(mib: int) -> str:
-    """Says much."""
+    """Returns `mib` MiB of text."""
     return "x" * (mib << 20)
 
 
 @server.tool()
 def variable(name: str) -> str:
-    """What an environment variable of the server holds."""
+    """Returns the value of an environment variable of the server."""
     return os.environ.get(name, "nothing")
 
 

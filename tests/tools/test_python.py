@@ -245,7 +245,7 @@ OTHER_CALLS = {"x86_64": {"clone": 56, "prctl": 157}, "aarch64": {"clone": 220, 
 
 @dataclass(frozen=True)
 class Host:
-    """What hostile code would like to reach."""
+    """Targets on the host that hostile code tries to reach."""
 
     server: socket.socket
     abstract: socket.socket

@@ -39,8 +39,8 @@ def found(index: SearchIndex, query: str, top_k: int = 3) -> list[str]:
 @pytest.mark.parametrize(
     ("query", "ids"),
     [
-        ("What is the capital of Peru?", ["lima", "peru"]),  # both words rank above one
-        ("lima borders chile", ["peru", "lima"]),  # independent of the corpus order
+        ("What is the capital of Peru?", ["lima", "peru"]),  # a match of two words ranks above a match of one
+        ("lima borders chile", ["peru", "lima"]),  # the rank decides, not the order of the corpus
         ("singer border", ["peru"]),  # stems
         ("CAFE", ["cafe"]),
         ("cafe\u0301", ["cafe"]),

@@ -55,7 +55,7 @@ def serpapi(url: str = "http://127.0.0.1:1", **changes: object) -> ToolsConfig:
 
 
 def unread(urls: Sequence[str], wait_s: float) -> Sequence[ToolOutput]:
-    raise AssertionError("pages are read where tools.search.read_pages says so")
+    raise AssertionError("a page was read although tools.search.read_pages is false")
 
 
 def ask(reply: Any, tool: str = "http", arguments: Mapping[str, object] | None = None, **changes: object) -> Any:
@@ -122,7 +122,7 @@ PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We dr
         *((tool, found, "No documents match.") for tool, found in (
             ("http", {"result": [[]]}), ("search", {"error": NOTHING}), ("search", {"organic_results": []}),
             ("search", {"search_metadata": DONE, "error": NOTHING}),
-            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # Google's reply has nothing else
+            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # no organic_results
         )),
     ],
 )  # fmt: skip
