@@ -192,7 +192,7 @@ def test_a_save_replaces_the_same_step_and_partial_leftovers(run: RunDirectory) 
 
 
 def test_removal_spares_later_checkpoints_and_strange_folders(run: RunDirectory) -> None:
-    save(writer(run), 20)  # left from before the run went back to an earlier step
+    save(writer(run), 20)  # written before the run went back to an earlier step
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
     for other in ("step_x", "step_3.part", "xxxxx99"):
@@ -320,13 +320,13 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
 
 
 def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
-    # More than one block of a read.
+    # These files are larger than one block of a read.
     folder, whole, flipped = (tmp_path, b"abc" * (1 << 22), b"abd" * (1 << 22))
     for name, content in {"a": whole, "policies/main/b": b"", "c": b"xyz"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     for _ in range(2):
-        write_manifest(folder, {})  # it does not list itself
+        write_manifest(folder, {})  # the manifest does not list itself
     assert missing_or_cut(folder) is None and damage(folder) == []
     (folder / "a").write_bytes(flipped)
     for i in range(9):

@@ -56,7 +56,7 @@ def test_a_median_beyond_rounding_names_bound_engine_and_token() -> None:
 
 @pytest.mark.parametrize(
     ("passes", "fails", "says"),
-    [  # tokens that differ: an eighth of all passes, a quarter fails (as by routers); 8 of 16 last tokens pass, 9 fail
+    [  # tokens that differ, accepted and refused: 1/8 and 1/4 of all tokens (as by routers); 8 and 9 of the 16 last tokens
         (np.s_[:, :5], np.s_[:, :10], r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"),
         (np.s_[:8, -1], np.s_[:9, -1], "9 of the 16 last tokens, .* prefix cache, differ by more than"),
     ],

@@ -1,4 +1,4 @@
-"""`marsrl config`, `init --from-run`, `completion` and `--help`; exit codes of commands in an unsuitable environment."""
+"""`marsrl config`, `init --from-run` and `--help`; errors for unusable arguments and a taken port."""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ JUDGE = {"main": {}, "judge": {"frozen": True, "model": "/m", "engines": 1, "vll
          ["ranks: 4, on GPUs 0-3", "engines of main: 4, one on each of these GPUs"]),
         (TrainerHost(1, 1, False), 1, {"placement": "local"}, {},
          ["ranks: 1, on GPU 0", "engines of main: 1, in this process"]),
-        (TrainerHost(8, 0, False), 1, {"engines": 2}, {}, ["engines of main: 2, 2 on GPUs 0-1 of this host"]),  # evaluate
+        # An evaluation has no rank.
+        (TrainerHost(8, 0, False), 1, {"engines": 2}, {}, ["engines of main: 2, 2 on GPUs 0-1 of this host"]),
         (TrainerHost(8, 6, True), 18, WIDE, {},
          ["ranks: 18, 6 a host, on GPUs 0-5",
           "engines of main: 11 of 2 GPUs, 1 on GPUs 6-7 of this host, 10 on hosts of the Ray cluster"]),
@@ -181,8 +182,8 @@ PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Return a function that makes this machine look like one with the given driver and PyTorch.
 
-    driver: version from nvidia-smi. module: version from the kernel, which containers without its GPUs see too. build:
-    torch.version.cuda, and whether PyTorch sees a GPU.
+    driver: version from nvidia-smi. module: version that the kernel reports, also in containers without GPUs. build:
+    torch.version.cuda, followed by "sees" if PyTorch sees a GPU.
     """
 
     def make(driver: str | None, module: str | None = None, build: str | None = None) -> None:
@@ -209,13 +210,13 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
 @WITHOUT_CUDA
 @pytest.mark.parametrize(
     ("here", "shown", "asked", "parts"),
-    [  # first column, arguments of `machine`: driver, module, build
+    [  # the first column has the arguments of `machine`: driver, module, build
         ((None,), "", "cpu", None),
         ((None,), "", "cuda", {CPU_BUILD, NO_DRIVER}),
         ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
         ((NEW,), "", "auto", {HERE, CPU_BUILD}),
         ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
-        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what to do before and after the installation
+        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # both the driver and PyTorch must be replaced
         # The driver is new enough, so PyTorch itself gives the reason.
         (("535.183.01", None, "12.6"), "", "auto", {HERE}),
         ((None, NEW), "", "auto", None),  # a container without its host's GPUs

@@ -231,7 +231,7 @@ def test_kept_draws_are_reused_only_for_one_version_and_team(evaluator: Any, tmp
     with Kept(tmp_path / "kept") as kept:
         found = judged.evaluate(VERSIONS, kept=kept)
         num_asked = len(asked)
-        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is saved, too
+        assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # also the latency is kept
         assert judged.num_kept({"main": 1}, kept) == (0, 16)
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))

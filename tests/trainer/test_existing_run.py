@@ -51,7 +51,7 @@ def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) ->
     assert decided.policies["main"].dtype == began and messages == [
         f"policies.main.dtype=auto: {began} (kept from its start)"
     ]
-    resume_lines(run, decided, {})  # refuses another dtype than the checkpoint's
+    resume_lines(run, decided, {})  # would refuse a dtype that differs from the checkpoint's
     native, why = native_dtype()
     new = again.model_copy(update={"run": settings().run})
     decided, messages = decide_dtypes(new, settings_to_resume(new))

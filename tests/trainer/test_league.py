@@ -88,8 +88,8 @@ def test_versions_stay_while_a_checkpoint_needs_them(suffix: str, tmp_path: Path
     assert kept(run) == [0, 2]
     save(run, 3, 3, suffix)
     play(league, sync, range(4, 10))
-    assert kept(run) == [0, 2, 4, 8]  # 2 is an opponent of versions 3 and 4, and 4 of version 8
-    # A run that resumes from the checkpoint makes the later ones again.
+    assert kept(run) == [0, 2, 4, 8]  # version 2 is an opponent of versions 3 and 4, and version 4 of version 8
+    # A run that resumes from the checkpoint makes the later versions again.
     league.forget_after(3)
     assert kept(run) == [0, 2] and [*league.load(3)] == [0, 2]
     play(league, sync, range(3, 10))
@@ -187,7 +187,7 @@ def test_the_fit_has_the_strengths_gradient_at_0() -> None:
 
 
 def test_a_cycle_shows_in_the_lowest_score_and_not_in_elo() -> None:
-    """Each version beats the one before it; 3 meets 0, which beats it."""
+    """Each version beats the one before it, but version 0 beats version 3."""
     earlier = games_of(1, {0: [0.9] * 20}) + games_of(2, {0: [0.5] * 20, 1: [0.9] * 20})
     result = result_of(games_of(3, {0: [0.1] * 20, 1: [0.5] * 20, 2: [0.9] * 20}), earlier)
     assert result is not None and result.zero == "main@0" and abs(result.elo.mean) < 120

@@ -327,10 +327,10 @@ def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
 def test_a_prompt_length_that_does_not_fit_is_warned_about() -> None:
     words = ["orchestration=solver_verifier", "agents.verifier.max_input_tokens=5000"]
     checked = preflight(read_config(None, words)[0], world_size=1)
-    # Nothing was set for the solver.
+    # Only the Verifier's length was set, so there is a single warning.
     (message,) = (warning for warning in checked.warnings if "max_input_tokens" in warning)
     given = checked.config.agents["verifier"].max_input_tokens
-    assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
+    assert given + checked.config.rollout.max_response_tokens == 1024  # number of positions of the policy's model
     assert message.startswith(f"agents.verifier.max_input_tokens is 5000, lowered to {given}: the model's positions")
 
 

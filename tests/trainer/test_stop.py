@@ -98,7 +98,7 @@ def meet(limit_s: float, late_s: float) -> list[str]:
         (lambda: stop_together(None, "fine"), False),
     ):
         if rank() == 0 and is_late:
-            time.sleep(late_s)  # rank 0 plays meanwhile
+            time.sleep(late_s)  # in a run, rank 0 plays meanwhile
         results.append(str(call()))
     cpu_s = time.process_time() - begin
     sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
