@@ -214,7 +214,7 @@ def test_groups_that_differ_in_form_alone_fill_no_quota() -> None:
     spread = lambda groups: Spread.FORM if groups[0].rollout_id in forms else spread_of(groups)  # noqa: E731
     options = refilled() | {"counting": Counting(spread, "solver")}
     batch = next_batch(Play(script=live(*range(1, 20)), **options).stages)
-    assert counts(batch)["problems"] == 0 and counts(batch)["form_only"] == 2  # six others are live
+    assert counts(batch)["problems"] == 0 and counts(batch)["form_only"] == 2  # the other six groups are live
     options["config"] = letter_config(prompts_per_step=8, overlap=0, refill={"groups": 8})
     batch = next_batch(Play(script=live(*range(1, 20)), **options).stages)
     found = counts(batch)

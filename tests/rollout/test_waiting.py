@@ -315,7 +315,7 @@ class Together(Twice):
 
 
 def test_a_sample_goes_on_while_another_of_its_episode_waits() -> None:
-    first, second = "000002/solver:0", "000002/solver:1"  # with an even number, the script looks things up
+    first, second = "000002/solver:0", "000002/solver:1"  # the script looks things up in episodes with even numbers
 
     def asked() -> list[str]:
         return [uid for uids, _ in sent for uid in uids if uid in (first, second)]
