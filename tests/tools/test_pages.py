@@ -335,7 +335,8 @@ def test_a_hostile_page_ends_only_its_own_parser_process() -> None:
             return str(reply.get("text", reply.get("error")))
 
         assert SENTENCE in text(ARTICLE.encode())
-        attributes = b" ".join(b"a%d=1" % i for i in range(200_000))  # a tag with so many attributes takes many minutes
+        # Reading a tag with so many attributes takes many minutes.
+        attributes = b" ".join(b"a%d=1" % i for i in range(200_000))
         with pytest.raises(Late):
             text(b"<html><body><a %b>x</a></body></html>" % attributes, seconds=2.0)
         bomb = pdf(zlib.compress(zlib.compress(bytes(256 * MIB), 9), 9), filters="/Filter[/FlateDecode/FlateDecode]")
