@@ -187,9 +187,8 @@ RIGHT = {"answer": "1", "shown": "t", "correct": 1.0}
 FLAGS = {"verdict": False, "shown": "t"}
 
 
-HANDED_ON: list[
-    tuple[str, Sample, bool, bool]
-] = [  # columns: receiver; output; whether it is handed on by default; and with pick_unparsable
+# Columns: receiver; output; whether it is handed on by default; and with pick_unparsable.
+HANDED_ON: list[tuple[str, Sample, bool, bool]] = [
     ("verifier1", sample("good", **RIGHT), True, True),
     ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
     ("verifier1", sample("in a thought", correct=0.0), False, False),

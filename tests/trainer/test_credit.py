@@ -299,9 +299,8 @@ def test_variance_inflation_by_hand() -> None:
         moments[normalise] = [sum(a**2 for uid, a in found if uid[:-2].endswith(name)) for name in SHARED]
     gained = [one / own for one, own in zip(moments["global"], moments["agent"], strict=True)]
     assert gained == pytest.approx(list(variance_inflation(other).values()), rel=1e-4)
-    assert variance_inflation(
-        [*groups, *other]
-    ) == pytest.approx(  # a prompt's weight is the agent's number of calls for it
+    # A prompt's weight is the agent's number of calls for it.
+    assert variance_inflation([*groups, *other]) == pytest.approx(
         {"solver": (4 * 5 / 3 + 3 * 17 / 18) / 7, "verifier1": (4 / 3 + 2 * 13 / 12) / 6}
     )
     flat = [group("2/solver", [1, 1]), group("2/v", [1], "verifier1"), group("2/c", [math.nan], "corrector1")]
