@@ -45,7 +45,7 @@ class Report:
 
 
 # Products that may be computed in 32 bits: {kernel: names of one factor}. They are indices of programs, or of elements in a
-# chunk's tables. A table has 4 numbers for each piece of the vocabulary and each row, of which a chunk has at most 16384.
+# chunk's tables. A table has 4 numbers per row and piece of the vocabulary; a chunk has at most 16384 rows.
 SMALL_TABLES = {
     "row_partials": {"num_rows"},
     "finish_rows": {"stride"},
@@ -55,7 +55,8 @@ SMALL_TABLES = {
 }
 ATTENTION = ["attention_forward", "attention_query_gradient", "attention_key_gradients"]
 # Bytes of spilled registers that are allowed per thread. ptxas puts one double of exact_exp on the stack, although only 40
-# registers are in use. Attention spills a few addresses while its sums fill 255 registers; smaller tiles would read more.
+# registers are in use. Attention spills a few addresses while its sums fill 255 registers; smaller tiles would not spill, but
+# read more memory.
 ALLOWED_SPILLS = {"row_gradients": 8, "prepare_rows": 8, **dict.fromkeys(ATTENTION, 96)}
 # Kernels that multiply 16-bit (or tf32) tiles on tensor cores. All others use none.
 PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTION}

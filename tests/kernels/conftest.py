@@ -1,4 +1,4 @@
-"""Every kernel test starts from the same random numbers. Makes ahead_of_time.py importable."""
+"""Fixtures that seed each kernel test and choose its implementation. pytest adds this folder to sys.path for the helpers."""
 
 import pytest
 import torch

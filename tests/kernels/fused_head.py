@@ -149,7 +149,7 @@ def run_policy_loss(case: Head, arguments: Arguments, dtype: torch.dtype) -> tup
 def assert_policy_losses_close(
     ours: PolicyLoss, exact: PolicyLoss, plain: PolicyLoss, moved: PolicyLoss | None = None, terms: int = 1
 ) -> None:
-    """Check a policy loss. moved, terms: as in assert_accurate, for log-probs computed from products."""
+    """Check a policy loss. moved, terms: as in assert_accurate; needed if log-probs come from a matrix product."""
     off = moved or exact
     for field in ("logprobs", "entropy", "coefficient"):
         values = [getattr(result, field).detach() for result in (ours, exact, plain, off)]
@@ -159,8 +159,7 @@ def assert_policy_losses_close(
     term = (exact.coefficient.abs() * (1 + exact.logprobs.abs())).max().item()  # largest term, within a small factor
     losses = [result.loss.detach() for result in (ours, exact, plain, off)]
     assert_accurate("loss", *losses[:3], term, losses[3], terms)
-    # A log-prob comes from a sum of exponentials that is at least 1. Therefore kl, computed from log-probs, is rounded like a
-    # number that is at least as large.
+    # A log-prob subtracts the log of a sum of at least 1, so even near 0 it has the rounding error of 1. kl inherits it.
     scales = {"loss": term, "kl": max(1.0, exact.logprobs.abs().max().item())}
     for metric in exact.agent_sums:
         scale = scales.get(metric, 0.0)

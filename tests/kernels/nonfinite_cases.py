@@ -151,7 +151,7 @@ def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> 
     logprobs = torch.full((total,), -1.5).masked_fill(tokens_that_are("gated"), -1e-4)
     old = logprobs + 0.1
     rollout = (old if has_old else logprobs) + 0.1
-    rollout[tokens_that_are("removed")] -= 4.0  # d = e^4
+    rollout[tokens_that_are("removed")] -= 4.0  # ratio d = e^3.9, outside the correction's band
     numbers: dict[str, Any] = {
         "logprobs": logprobs.clone(),
         "entropy": torch.ones(total),

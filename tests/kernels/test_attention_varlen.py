@@ -138,7 +138,7 @@ def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
     attention = partial(attention_varlen, deterministic=repeats)
     words = {"dtype": dtype, "head_size": head_size, "device": "cuda", "attention": attention, "repeats": repeats}
-    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # sequences of one tile, of several, of less, and empty
+    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # several tiles, exactly one, shorter, and empty
     compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **words)
 
 

@@ -24,7 +24,7 @@ def test_tensors_spread_over_2_to_the_31_elements_are_read(name, tier, monkeypat
 @pytest.mark.slow  # 2.2 billion logits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_beyond_2_to_the_31_logits_are_correct(dtype):
-    """All rows have statistics. Only rows at both ends and around logit 2^31 have gradients."""
+    """All rows get log-probs and entropies. Only rows at both ends and around logit 2^31 have gradients."""
     num_tokens, size, vocab = 14_208, 8, 151_936
     crossing = 2**31 // vocab
     rows = torch.tensor([0, 1, crossing - 1, crossing, crossing + 1, num_tokens - 2, num_tokens - 1])

@@ -1,6 +1,6 @@
 """Gradient and value of the KL term against exact expectations: a softmax over 8 actions, each action its own token.
 
-A token's weight is its policy's probability of the action, so that sums over tokens are expectations.
+A token's weight is the probability of its action under the sampling policy, so that sums over tokens are expectations.
 """
 
 import re

@@ -84,7 +84,8 @@ def compare(shape, width, dtype, device="cpu"):
         compare_norm(shape, width, dtype, step=step, is_rotated=True, device=device)
     for has_weights in (True, False):
         compare_swiglu(shape, width, dtype, has_weights=has_weights, device=device)
-        compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0, device=device)  # gates beyond e^88
+        # The exp of some of these gates overflows.
+        compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0, device=device)
 
 
 @pytest.mark.parametrize("implementation, dtype", TIERS, indirect=["implementation"])

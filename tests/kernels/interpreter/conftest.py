@@ -1,7 +1,7 @@
 """Triton kernels without a GPU: `TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter`, in a process of its own.
 
-Triton reads the variable when a kernel is defined, so these tests cannot share a process with the others, which skip them. A
-program costs about 0.5 ms and a loop iteration 1.5 to 3 ms, so use at most 32 tokens and 4096 columns.
+Triton reads the variable when a kernel is defined, so these tests cannot share a process with others. Without the variable,
+they are skipped. A program costs about 0.5 ms and a loop iteration 1.5 to 3 ms, so use at most 32 tokens and 4096 columns.
 """
 
 import os
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not IS_INTERPRETED:
         skip = pytest.mark.skip(
-            reason="a process of its own: TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
+            reason="needs its own process: TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter"
         )
         for item in items:
             if item.path.is_relative_to(HERE):

@@ -5,7 +5,7 @@
 - A load or store outside of the kernel's tensors raises; the interpreter would read garbage or crash.
 - Tensors are used in place; the interpreter would copy their whole memory after every launch.
 
-Work whose result is never read is left out; that work took half of a test's time.
+Work whose result is never read is left out: it took half of a test's time.
 """
 
 import functools
@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceScanOpInterface, TensorHandle
 
-ADVICE = "the interpreter has no bfloat16 arithmetic: cast what is loaded to float32 first"
+ADVICE = "the interpreter has no bfloat16 arithmetic: cast loaded values to float32 first"
 
 
 def to_float32(bits: np.ndarray) -> np.ndarray:

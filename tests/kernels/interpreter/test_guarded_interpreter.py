@@ -19,7 +19,7 @@ def double(x, n, FLOAT: tl.constexpr, BLOCK: tl.constexpr):
 
 def test_bfloat16_arithmetic_is_refused():
     x = torch.ones(8, dtype=torch.bfloat16)
-    with pytest.raises(Exception, match="cast what is loaded to float32"):
+    with pytest.raises(Exception, match="cast loaded values to float32"):
         double[(1,)](x, 8, FLOAT=False, BLOCK=8)
     double[(1,)](x, 8, FLOAT=True, BLOCK=8)
     assert (x == 2).all()

@@ -56,7 +56,7 @@ def test_chunks_in_which_all_or_few_rows_are_active(share, monkeypatch):
 
 
 def in_chunks(monkeypatch, rows, ahead, num_tokens=700, vocab=128):
-    """Return dX and dW of num_tokens tokens, in chunks of `rows` rows.
+    """Return (loss, [dX, dW]) of num_tokens tokens, computed in chunks of `rows` rows.
 
     ahead: number of the next chunk's rows that are computed while the host waits. Every 50th token is masked.
     """
@@ -96,7 +96,7 @@ def test_the_next_product_is_queued_before_the_host_waits(monkeypatch):
 def test_rows_that_are_hard_for_a_softmax(is_packed, far):
     """Rows are ordinary, large, sure of their target, or have a target with a log-prob of about -far.
 
-    If a log-prob is below -69, our own kernels serve.
+    If a log-prob is below -69, our own kernels compute the batch.
     """
     z = torch.randn(6, 256)
     z[1] *= 10
