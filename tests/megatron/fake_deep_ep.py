@@ -25,7 +25,7 @@ CALLS: list[str] = []
 class Sent:
     """Exchange of one micro-batch.
 
-    tokens: [S] indices of this rank's tokens, sorted by receiving rank. sent, received: number of rows by rank.
+    tokens: [S] indices of this rank's tokens, sorted by receiving rank. sent, received: number of rows to and from each rank.
     num_tokens: number of this rank's tokens.
     """
 

@@ -60,9 +60,9 @@ def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
 
 
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
-    """Return loss and gradient norm of one more step, and of the next, which needs the optimizer's state.
+    """Return loss and gradient norm of one more step, and of the next, which depends on the optimizer's restored state.
 
-    checkpoint: saved after a learner's second step, under this or another layout, and loaded first; None: `policy` goes on.
+    checkpoint: directory to load first, saved after the second step under any layout; None: go on from the policy's own state.
     """
     if checkpoint:
         policy.load(checkpoint)
@@ -77,7 +77,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     """Train two steps on this world's ranks, save a checkpoint, and train a third step.
 
     Returns the steps' statistics, sums of the scores and of their rounding noise, weights before and after, the third step, and
-    how many numbers were read from files and are held.
+    [how many numbers this rank read from files, how many parameters it has].
     """
     read, read_file = list[int](), HfReader._read
 
@@ -236,9 +236,9 @@ def job(
 ) -> None:
     """Write the results to the file `out`, on rank 0.
 
-    resumed, resumed_adapters: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout:
-    values of router_replay for updates()}, which trains the model "qwen3_moe" with the reference "reference". adapters: {kind:
-    {name: [layout, recompute]}}.
+    resumed, resumed_adapters: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: values of
+    router_replay}, for updates() of the model "qwen3_moe" with the reference "reference". adapters: {kind: {name: [layout,
+    recompute]}}.
     """
     folder = Path(out).parent
     report: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""Adapter directories in PEFT's format: a start uses everything in them, or names what it cannot use.
+"""Policies that start from a PEFT adapter directory use everything in it, or fail with the name of what they cannot use.
 
-PEFT writes the directories of these tests, except for the files that PEFT never writes.
+PEFT writes most of these directories. Our own writer makes those that a test then damages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stand-ins for DeepEP and HybridEP over gloo train as the all-to-all does; if the libraries are missing, they are refused."""
+"""Stand-ins for DeepEP and HybridEP over gloo train as the all-to-all does. A dispatcher without its library is refused."""
 
 from __future__ import annotations
 

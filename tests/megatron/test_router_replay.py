@@ -1,4 +1,4 @@
-"""Replayed experts: the trainer's own change no bit; others give the gradient of transformers."""
+"""Replaying the trainer's own experts changes no bit; with other experts, gradients equal those of transformers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Judge:
 
 
 def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
-    """Return the largest difference of the gradients of routers, experts, norms, embedding and head."""
+    """Return the largest difference between both models' gradients of routers, experts, norms, embedding and head."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
     of_layer = {
         "mlp.router.weight": "mlp.gate.weight",
