@@ -224,7 +224,7 @@ def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
 
 
 def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Return the engine processes among its descendants, oldest first."""
+    """Return the engine processes among the descendants of a process (default: this one), oldest first."""
     processes = []
     for each in descendants(process):
         with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile

@@ -190,7 +190,7 @@ def served(
 
 @every
 def test_mixed_adapters_in_one_batch_decode_as_peft_does(served: Served) -> None:
-    """On a CPU, vLLM alone would apply the adapter in its last slot to requests without one."""
+    """Unpatched, vLLM on a CPU would apply the adapter in its last slot to requests without an adapter."""
     assert served.engine.info().adapters == ("a", "b")
     for adapters in (("a", "b", ""), ("", "b", "b", ""), ("a", ""), ("",)):
         served.assert_right(*adapters)
@@ -276,9 +276,9 @@ def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> 
 
 @of_vllm
 def test_files_of_past_versions_are_not_needed(served: Served) -> None:
-    """Continued and new requests work without them, even after the base weights were loaded again.
+    """Continued and new requests work without these files, even after the base weights were loaded again.
 
-    vLLM then drops all adapters, and reads each of them again from the path in a request.
+    That load makes vLLM drop all adapters. It reads each of them again from the path in a request.
     """
     before, others = served.folders["a"], served.asks("b", "", "b")
     served.engine.submit(others, version=0)

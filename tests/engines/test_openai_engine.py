@@ -1,4 +1,4 @@
-"""A frozen policy behind HTTP: a scripted server answers well or badly. About two seconds."""
+"""A frozen policy behind HTTP. A scripted server sends valid, invalid or no responses. About two seconds."""
 
 import functools
 import os

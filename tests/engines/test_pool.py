@@ -347,7 +347,7 @@ class Steps(ScriptedEngine):
             raise EngineLost("gone")
         if self.now + 1 in self.go:
             assert self.go[self.now + 1].wait(60)
-        time.sleep(0.005)  # leaves a call time to return too early, if it has this bug
+        time.sleep(0.005)  # gives a call that returns too early time to do so
         self.now += 1
         return super().collect(timeout_s)
 

@@ -1,7 +1,7 @@
 """vLLM as GPUs run it: Model Runner V2, its sampler and async scheduling. 60 s in one process.
 
-vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That cannot be undone in a
-process, so one of its own runs `python test_vllm_v2_runner.py MODEL CHANGED CYCLE DRAFT OTHER OUT`:
+vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. A process cannot leave this
+mode, so a separate one runs `python test_vllm_v2_runner.py MODEL CHANGED CYCLE DRAFT OTHER OUT`:
 
     CHANGED   directory with new weights of MODEL
     CYCLE     model whose tokens mostly come in one order, which an engine with draft tokens can guess

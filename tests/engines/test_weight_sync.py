@@ -376,7 +376,7 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 @pytest.mark.parametrize("who", WAITS)
 def test_giving_up_a_transfer_ends_every_wait(rendezvous: Rendezvous, who: str) -> None:
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(WAITS[who](rendezvous))  # waits for data: both sides are connected
+        waiting = thread.submit(WAITS[who](rendezvous))  # `between` has connected both sides already
         assert not wait([waiting], timeout=0.5).done
         store = TransferStore(rendezvous)
         store.give_up("its process has died")
