@@ -19,8 +19,8 @@ With --external a program plays the runs (integration/mischief.py). Faults strik
 
     sessions     no finished session is played again, none is trained twice, and none fails
 
-Prints a line per fault and a summary. The exit status is 1 if anything was lost. As root, each run gets a small disk (tmpfs) that
-can be filled; otherwise that kind of fault is left out.
+Prints a line per fault and a summary. The exit status is 1 if anything was lost. If started by root, the script gives each run a
+small disk (tmpfs), which the fault full-disk fills; otherwise it leaves this fault out.
 """
 
 from __future__ import annotations

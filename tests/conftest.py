@@ -33,7 +33,7 @@ from marsrl.rollout.team import Team
 if TYPE_CHECKING:
     from rank_pair import RankPair
 
-# A bare folder named kernels or trainer on sys.path shadows other packages (Hugging Face has `kernels`).
+# With the checkout on sys.path, its folders kernels and trainer would shadow other packages (Hugging Face has `kernels`).
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
@@ -63,7 +63,7 @@ TOGETHER = {
 
 @functools.cache
 def together(file: str) -> str:
-    """Return the name of the file's group in TOGETHER, or the file. Tests with the same name run in one process."""
+    """Return the name of the file's group in TOGETHER, or the file itself. Tests with the same result run in one process."""
     paths = {path: name for name, paths in TOGETHER.items() for path in paths if Path(file).is_relative_to(path)}
     return paths[max(paths, key=len)] if paths else file
 
@@ -98,10 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Restore what a test changes in this process.
-
-    These are environment variables, the working directory, PyTorch's number of threads and the handler of SIGTERM.
-    """
+    """Restore environment variables, working directory, PyTorch's number of threads and SIGTERM's handler after a test."""
     torch, before, folder = sys.modules.get("torch"), dict(os.environ), os.getcwd()
     num_threads, on_sigterm = torch.get_num_threads() if torch else 0, signal.getsignal(signal.SIGTERM)
     yield

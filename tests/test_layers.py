@@ -1,4 +1,4 @@
-"""Files import only from their own floor and lower ones: kernels < rollout < trainer < commands < api.
+"""Files import only from their own layer and lower ones: kernels < rollout < trainer < commands < api.
 
 Only files that are named for vLLM or Ray import these libraries.
 """

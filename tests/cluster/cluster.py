@@ -69,13 +69,13 @@ _SUMS_DIFFER = 2e-4
 
 
 def goes_on(name: str) -> str:
-    """Return a pattern that matches the end of a run's last line."""
+    """Return a pattern for the end of a run's last line, which names the checkpoint and how to resume from it."""
     folder = f"{SHARED}/runs/{name}/checkpoints"
     return rf"checkpoint {folder}/step_\d+ \(step \d+\) is intact: resume by adding run\.name={name} run\.resume=auto"
 
 
 def fill(box: Box) -> None:
-    """Write the shared disk's files. The model is right at random, so there is something to learn."""
+    """Write the shared disk's files. The model's answers are right only by chance, so training can improve them."""
     boxing_model(box.shared / "model")
     sevens(box.shared, 60, name="problems.jsonl")
     (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
@@ -115,7 +115,7 @@ class Training:
         return (self.logs / f"{self.directory.path.name}-{host}.log").read_text(errors="replace")
 
     def said(self, host: str) -> str:
-        """Return our last line on that host's console."""
+        """Return marsrl's last line on that host's console."""
         return last_line(self.output(host))
 
     def until(self, step: int, limit_s: float = START_S) -> None:

@@ -1,4 +1,4 @@
-"""`make install`, run as a user does in a new folder. Only the wheels are stand-ins."""
+"""`make install`, run as a user does in a new folder. Only the wheels and nvidia-smi are stand-ins."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_pre_commit_runs_the_ruff_of_the_locks() -> None:
 
 
 def torch_of_cpu(folder: Path) -> None:
-    """Write a CPU wheel of PyTorch that has only metadata: PyPI has no such wheel, and the resolver reads nothing else."""
+    """Write a CPU wheel of PyTorch with only metadata, which is all that the resolver reads. PyPI has no CPU wheel."""
     installed = distribution("torch")
     if installed.version not in {pin.partition("==")[2] for pin in locked("cpu")}:
         pytest.skip(
