@@ -1,4 +1,4 @@
-"""HTTP server, in a thread of this process, that answers JSON requests by a script."""
+"""HTTP server in a thread of this process. The test's function `reply` answers its JSON requests."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def random_adapter(shape: ModelShape, adapter: AdapterConfig, seed: int = 0) -> 
 
 
 def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 0) -> Path:
-    """Write a new PEFT directory of random_adapter."""
+    """Write random_adapter's tensors to a new directory in PEFT's format."""
     shape = read_shape(model)
     folder.mkdir(parents=True)
     write_adapter(folder, shape, adapter, random_adapter(shape, adapter, seed), str(model))

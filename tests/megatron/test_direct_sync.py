@@ -1,4 +1,4 @@
-"""Weights straight from the trainer's shards to the engines': two gloo ranks and two engines."""
+"""Weights are sent straight from the trainer's shards to the engines', by two gloo ranks to two engines."""
 
 from __future__ import annotations
 
