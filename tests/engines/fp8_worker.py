@@ -85,7 +85,7 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def publish(worker: Any, folder: Path, kind: type[GroupSender | SharedSender]) -> tuple[dict[str, int], dict[str, int]]:
     """Publish the folder's weights; return the checksums that the sender expects and the worker reports."""
-    sender = kind(Ranks(0, 1, lambda told: told or b"", lambda told: [told]), torch.bfloat16, bucket_bytes=BUCKET)
+    sender = kind(Ranks(0, 1, lambda data: data or b"", lambda data: [data]), torch.bfloat16, bucket_bytes=BUCKET)
     weights = WholeModel(tensors_of(folder), ())
     sender.agree(weights, [worker.marsrl_shard()])
 
@@ -185,7 +185,7 @@ def main(folder: Path, rank: int, world: int, cases: list[str]) -> None:
     NonNvmlCudaPlatform.get_device_communicator_cls = classmethod(lambda cls: alone)  # type: ignore[method-assign, assignment]
 
     # Keep vLLM from caching facts about a model class in ~/.cache.
-    _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
+    _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *info: None  # type: ignore[method-assign]
     print(json.dumps({case: findings(folder, case, rank, world) for case in cases}))
 
 

@@ -362,8 +362,8 @@ def test_a_joint_comparison_names_the_wrong_adapter(served: Served) -> None:
         logprobs = peft_logprobs(served.model, folder, sequences)
         return TrainerScores(logprobs, [each + np.float32(1e-5) for each in logprobs])
 
-    def compared(**of: str) -> list[Compared]:
-        return [Compared(engines[name], scores(served.folders[whose]), 7, False) for name, whose in of.items()]
+    def compared(**adapters: str) -> list[Compared]:
+        return [Compared(engines[name], scores(served.folders[whose]), 7, False) for name, whose in adapters.items()]
 
     assert [each.num_tokens for each in CheckedEngines.compare(compared(a="a", b="b"))] == [160, 160]
     with pytest.raises(RuntimeError, match="adapter b, version 7: trainer and engine 0 disagree on the probe"):

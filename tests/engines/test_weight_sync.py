@@ -365,11 +365,11 @@ def hand_over_to_nobody(rendezvous: Rendezvous) -> Wait:
 
 
 WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
-    "a rank, for an engine that does not connect": lambda found: lambda: connected(found, 0),
+    "a rank, for an engine that does not connect": lambda meeting: lambda: connected(meeting, 0),
     "a rank, in a send": between(lambda rank, shard: rank.send(torch.zeros(MANY), 0)),
     "an engine, for a bucket": between(lambda rank, shard: shard.receive(0, MANY)),
     "a relay, for an engine": hand_over_to_nobody,
-    "an engine, for its relay": lambda found: lambda: SharedBuffer(TransferStore(found), 0, CPU, is_relay=False),
+    "an engine, for its relay": lambda meeting: lambda: SharedBuffer(TransferStore(meeting), 0, CPU, is_relay=False),
 }
 
 

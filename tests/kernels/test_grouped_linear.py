@@ -59,8 +59,8 @@ def compare_main_grad(counts, num_in, num_out, dtype, *, device="cpu", function=
     for name, terms, *values in zip(("x.grad", "main_grad"), (num_out, max(counts)), *results, strict=True):
         found, exact, plain, moved = values
         assert_accurate(name, found, exact, plain, moved=moved, terms=terms)
-    of_nobody = torch.tensor([count == 0 for count in counts], device=device)
-    assert torch.equal(main_grad[of_nobody], held[of_nobody]) and not buffer[:, :8].any()
+    has_no_rows = torch.tensor([count == 0 for count in counts], device=device)
+    assert torch.equal(main_grad[has_no_rows], held[has_no_rows]) and not buffer[:, :8].any()
 
 
 def by_grouped_mm(x, weights, counts, *, main_grad=None):

@@ -24,19 +24,19 @@ def test_a_position_predicts_the_next_token_of_its_sequence(flags, padding):
     bounds = torch.tensor([0, *map(len, flags)]).cumsum(0)
     bounds[-1] += padding
     is_sampled = torch.tensor(sampled, dtype=torch.bool)
-    found = pack(token_ids, is_sampled, bounds.int(), int(bounds[-1]), logprobs=values[0], weights=values[1])
+    packed = pack(token_ids, is_sampled, bounds.int(), int(bounds[-1]), logprobs=values[0], weights=values[1])
     ids, numbers, rows, start = token_ids.tolist(), values.tolist(), [], 0
     for sequence in flags:
-        for place in range(len(sequence)):
-            following, has_next = start + place + 1, place + 1 < len(sequence)
-            is_trained = has_next and sequence[place + 1]
-            row = ids[following - 1], place, ids[following] if has_next else 0, is_trained
+        for position in range(len(sequence)):
+            following, has_next = start + position + 1, position + 1 < len(sequence)
+            is_trained = has_next and sequence[position + 1]
+            row = ids[following - 1], position, ids[following] if has_next else 0, is_trained
             rows.append(row + tuple(number[following] if is_trained else 0.0 for number in numbers))
         start += len(sequence)
-    rows += [(0, len(flags[-1]) + place, 0, False, 0.0, 0.0) for place in range(padding)]
-    assert list(zip(*(each.tolist() for each in vars(found).values()))) == rows
+    rows += [(0, len(flags[-1]) + position, 0, False, 0.0, 0.0) for position in range(padding)]
+    assert list(zip(*(each.tolist() for each in vars(packed).values()))) == rows
     dtypes = [torch.int64, torch.int64, torch.int64, torch.bool, torch.float32, torch.float32]
-    assert [each.dtype for each in vars(found).values()] == dtypes
+    assert [each.dtype for each in vars(packed).values()] == dtypes
 
 
 def test_missing_inputs_give_no_outputs():

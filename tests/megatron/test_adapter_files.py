@@ -187,7 +187,7 @@ def also(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
 
 
 FILES: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "A without B": (lambda found: {n: t for n, t in found.items() if n != f"{K}B.weight"}, f"lacks {K}B.weight of"),
+    "A without B": (lambda tensors: {n: t for n, t in tensors.items() if n != f"{K}B.weight"}, f"lacks {K}B.weight of"),
     "a second name": (also(f"{K}A.weight".removeprefix("base_model.model."), torch.ones(4, 32)), "it has model.layers.0"),
     "no prefix": (moved("base_model.model.", ""), r"it has model.layers\.\*\.mlp.down_proj.lora_A.weight \(2\)"),
     "a part of the model": (moved("model.model.model.", "model.model."), r"it has base_model.model.layers\.\*\.mlp"),
@@ -324,8 +324,8 @@ def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path) -> 
     (tied / "config.json").write_text(json.dumps({**of_model, "tie_word_embeddings": True}))
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
-    doors = [f"policies.main.model={tied}"], ["loss.kl=k2", f"policies.main.reference={tied}"]
-    configs = [read_config(None, [*words, *door])[0] for door in doors]
+    overrides = [f"policies.main.model={tied}"], ["loss.kl=k2", f"policies.main.reference={tied}"]
+    configs = [read_config(None, [*words, *override])[0] for override in overrides]
     save_file({**tensors, "lm_head.weight": embedding.clone()}, file)
     for config in configs:
         preflight(config, world_size=1)

@@ -49,7 +49,7 @@ def new_run(folder: Path) -> RunDirectory:
 
 
 def load(run: RunDirectory, policy: Learner) -> Restored | None:
-    return load_checkpoint(run, {"main": policy}, "auto", lambda said: None)
+    return load_checkpoint(run, {"main": policy}, "auto", lambda message: None)
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     from marsrl.trainer.checks.batch_plan import longest_sequence
 
     # Keep vLLM from caching facts about a model class in ~/.cache, and from importing kernels that this machine lacks.
-    _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]
+    _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *info: None  # type: ignore[method-assign]
     policy = config.policies["main"]
     model = policy.model or str(save_model("warm start", folder))
     longest = longest_sequence(config, "main")
