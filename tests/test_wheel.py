@@ -33,7 +33,7 @@ PARTS = (
     "README.md",
 )
 
-# Run `marsrl`, the dry run and a run in one process: six starts of Python would take most of the test's time.
+# Run `marsrl`, the dry run and a run in one process: eight starts of Python would take most of the test's time.
 COMMANDS = """
 import sys
 from pathlib import Path

@@ -306,7 +306,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
     tensors = tensors_of(directory)
     fp8 = Precision(torch.float32, cache=torch.float8_e4m3fn)
     config = engine._llm.llm_engine.vllm_config
-    # Both values come from rollout.vllm.extra.
+    # These come from rollout.vllm.kv_cache_dtype and rollout.vllm.extra.
     assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512
     report = publish(engine, tensors, judge, directory, 0, fp8)
     assert report.comparison.median > 1e-3  # nats

@@ -1,4 +1,4 @@
-"""`marsrl export` writes a checkpoint of any layout as the directory that it started from, bitwise."""
+"""`marsrl export` writes a checkpoint's weights, bit for bit, to a directory like the one that training started from."""
 
 from __future__ import annotations
 

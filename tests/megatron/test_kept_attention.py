@@ -90,7 +90,7 @@ def fused_qkv(heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_attention(attend: Any) -> tuple[Any, list[Any]]:
-    """Return a KeptAttention, and weak references to the storages of its q and k, which are deleted by then."""
+    """Return a KeptAttention, and weak references to the storages of its q and k. Both tensors are gone on return."""
     from marsrl.trainer.learner.megatron.attention import KeptAttention
 
     q, k, v = fused_qkv()
@@ -110,7 +110,7 @@ def test_the_gradient_equals_that_of_one_forward_pass(name: str, lengths: str, m
     if name != "flash":
         monkeypatch.setenv("MARSRL_KERNELS", name)
     kept, memory = kept_attention(attend)
-    if name == "flash":  # other implementations copy, and repeat key heads
+    if name == "flash":  # others save copies, so this would prove nothing
         assert [each() for each in memory] == [None, None]
     found, expected = ([x.requires_grad_() for x in fused_qkv()] for _ in range(2))
     for output in kept.resume(*found), attend(*expected):

@@ -120,9 +120,9 @@ def test_the_reference_changes_the_step(kl: str, tmp_path: Path) -> None:
 
 
 def test_a_kl_penalty_in_the_reward_lowers_advantages(tmp_path: Path) -> None:
-    """A token's penalty is the sum of log-ratios (sampling weights to reference) from it on, less a mean.
+    """A token's penalty is the sum of log-ratios (sampling weights to reference) from it on, minus a baseline.
 
-    The mean is over tokens of the agent's other samples.
+    The baseline is the mean of such sums over the tokens of the agent's other samples.
     """
     folder, reference = tiny.save_model("qwen3", tmp_path / "m"), tiny.save_model("qwen3", tmp_path / "r", seed=1)
     samples, of_samples = tiny.sequences(5), []

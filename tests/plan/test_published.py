@@ -96,7 +96,7 @@ def test_the_plan_of_the_head_matches_an_h200() -> None:
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
         ratios.append(planned / ours["median_s"])
     *within, outside = (
-        # The second machine is slower: a GEMM alone took 14.9 ms there, and 12.8 on the first.
+        # The last table is of a slower machine: a GEMM alone took 14.9 ms there, and 12.8 ms on the other.
         ratios
     )
     assert len(within) == 3 and within == pytest.approx([1.0] * 3, rel=0.1)
