@@ -81,7 +81,7 @@ def test_sessions_of_a_lost_worker_are_replayed_by_the_next(box: Box, tmp_path: 
 def test_a_killed_trainer_host_ends_the_run_with_its_name(box: Box, run: cluster.Training) -> None:
     run.into_a_stage()
     box.hosts[1].power_off()
-    run.ended(60.0, "host1")  # docs/clusters.md promises a minute
+    run.ended(60.0, "host1")  # docs/clusters.md promises run.silence_s + 10 s = 50 s
     gone = r"silent for run\.silence_s = 40 s: rank 1 \(host2, process \d+\)"
     assert re.search(f"{gone}; {cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 

@@ -39,8 +39,8 @@ VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 def device_head() -> Iterator[None]:
     """Make the host's head use memory like a device's, which the planner counts.
 
-    A device multiplies bfloat16, whereas the host converts pieces of a few thousand columns. A device frees the buffer of logits,
-    which the host keeps between calls.
+    A device multiplies bfloat16. The host converts pieces of the weight to float32, which are kept small here. A device frees the
+    buffer of logits, which the host keeps between calls.
     """
     with ExitStack() as changes:
         changes.enter_context(patch.object(gemms, "HOST_TILE_ROWS", 32))
