@@ -1,4 +1,4 @@
-"""pack and kept_rows: the shift is applied once, and masked values are never read."""
+"""pack pairs each position with its sequence's next token and reads no masked value; kept_rows lists a mask's rows."""
 
 import math
 
