@@ -199,9 +199,8 @@ def flip_checkpoint(run: Trial) -> str:
 def remove_latest(run: Trial) -> str:
     sigterm_torchrun(run)
     pointer = run.directory.checkpoints / "latest"
-    if (
-        run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1
-    ):  # a run that loses its only checkpoint would start anew
+    # A run that loses its only checkpoint would start anew.
+    if run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1:
         pointer.unlink()
     else:
         pointer.write_text(f"{NO_STEP}\n")

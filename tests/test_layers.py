@@ -110,9 +110,8 @@ def test_imports_between_files_form_no_cycle() -> None:
     imports = {}
     for file, path in files.items():
         names = imported(path) & files.keys()
-        inside = {
-            name.rpartition(".")[0] for name in names
-        }  # `from package import file` needs nothing of the package itself
+        # `from package import file` needs nothing of the package itself.
+        inside = {name.rpartition(".")[0] for name in names}
         imports[file] = {name for name in names if not (name in inside and files[name].name == "__init__.py")} - {file}
     TopologicalSorter(imports).prepare()  # a CycleError names the files
 

@@ -109,11 +109,12 @@ class Host:
             for i, path in enumerate(kept)
         ]
         script = _HOST.format(name=self.name, keep="\n".join(keep), root=ROOT)
+        # The room's mounts are copied, so all hosts share its disk.
         inside = [
             "nsenter",
             f"--target={room.pid}",
             "--mount",
-        ]  # the room's mounts are copied, so all hosts share its disk
+        ]
         spaces = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self.holder = _Holder([*inside, *spaces], script)
         veth = f"ip link add eth0 netns {self.holder.pid} type veth peer name {self._port} netns {room.pid}"

@@ -17,9 +17,8 @@ def box() -> Iterator[Box]:
     try:
         made = Box(3)
     except (RuntimeError, FileNotFoundError) as error:
-        if (
-            os.environ.get("MARSRL_BUILD") == "require"
-        ):  # .ci/run sets this: in CI a machine without namespaces is an error
+        # .ci/run sets this: in CI a machine without namespaces is an error.
+        if os.environ.get("MARSRL_BUILD") == "require":
             raise
         pytest.skip(f"no cluster in a box: {error}")
     with made as box:

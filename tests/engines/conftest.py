@@ -33,10 +33,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     # head size 32 = hidden / heads
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
     "qwen3_moe": _EXPERTS,
-    "qwen3_moe_wide": {
-        **_EXPERTS,
-        "hidden_size": 128,
-    },  # with FP8 weights, vLLM pads experts, and a padded hidden size gives NaN on a CPU
+    # With FP8 weights, vLLM pads experts, and a padded hidden size gives NaN on a CPU.
+    "qwen3_moe_wide": {**_EXPERTS, "hidden_size": 128},
     "mistral": {"sliding_window": 256, "max_shard_size": "100KB"},  # at least as long as the sequences of these tests
 }
 
@@ -51,9 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         changes = {"seed": 7, **_SIZES, **_CHANGES.get(kind, {})}
         save_model(kind.removesuffix("_wide"), directory, **changes)
         WORDS.write(directory)
-        if (
-            kind == "mistral"
-        ):  # Mistral's directories have several weight files, and the model again in a format that we do not read
+        # Mistral's directories have several weight files, and the model again in a format that we do not read.
+        if kind == "mistral":
             (directory / "params.json").write_text("{}")
             (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
         return directory
@@ -75,10 +72,11 @@ class Judge:
 
     def __init__(self) -> None:
         self._unchanged = functools.cache(scoring_model)
+        # The last tensors, and a model with them.
         self._changed: tuple[dict[str, torch.Tensor] | None, Any] = (
             None,
             None,
-        )  # the last tensors, and a model with them
+        )
 
     def __call__(
         self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]

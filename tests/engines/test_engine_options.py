@@ -84,9 +84,8 @@ def test_a_draft_model_needs_a_number_of_tokens(tmp_path: Path) -> None:
     assert "after drafts of 3 by draft_model, on its Model Runner V2" in who_draws(options, "cuda")
     file = tmp_path / "run.yaml"
     file.write_text("preset: qwen3_8b\nrollout: {vllm: {draft_tokens: 3, draft_model: draft}}")
-    assert read_config(file)[0].rollout.vllm.draft_model == str(
-        tmp_path / "draft"
-    )  # as other paths: relative to the file
+    # As other paths: relative to the file.
+    assert read_config(file)[0].rollout.vllm.draft_model == str(tmp_path / "draft")
 
 
 @pytest.mark.parametrize(("model", "warned"), [("Qwen2.5-7B", True), ("Qwen3-8B", False)])

@@ -335,10 +335,11 @@ def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
     weight = torch.randn(2, 200, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
+    # An outlier determines its block's scale; one block is all zeros.
     weight[0, 130, 5], weight[1, :128, :128] = (
         1000,
         0,
-    )  # an outlier determines its block's scale; one block is all zeros
+    )
     numbers, scales = quantised(weight)
     assert numbers.dtype == torch.float8_e4m3fn and numbers.shape == weight.shape and scales.shape == (2, 2, 3)
     assert scales[0, 1, 0] == 1000 / 448 and (scales[0].flatten()[[0, 1, 2, 4, 5]] < 5 / 448).all()

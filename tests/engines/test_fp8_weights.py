@@ -75,9 +75,8 @@ def test_sent_fp8_weights_equal_those_that_vllm_rounds(findings: dict[str, Any],
 def test_every_sent_fp8_weight_and_scale_is_checked(findings: dict[str, Any], shard: str, case: str) -> None:
     flips = findings[shard][case]["flips"]
     assert len(flips) == 16
-    assert flips == {
-        name: [name.removesuffix("_scale_inv").replace(".routed_experts", "")] for name in flips
-    }  # checksums of the sent tensors change
+    # Checksums of the sent tensors change.
+    assert flips == {name: [name.removesuffix("_scale_inv").replace(".routed_experts", "")] for name in flips}
 
 
 @pytest.mark.slow

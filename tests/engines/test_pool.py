@@ -248,9 +248,8 @@ def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch.add([ask("c.0", new=140)])  # the request goes to an idle engine
     assert uids(dispatch.take()) == {home: ["c.0"]}
     dispatch.forget_homes(1 - home)
-    dispatch.add(
-        [ask("a.0", length=400)]
-    )  # home would have 141 tokens of work; the other engine 101, and a prefill worth 40
+    # Home would have 141 tokens of work; the other engine 101, and a prefill worth 40.
+    dispatch.add([ask("a.0", length=400)])
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
     dispatch.add([ask("a.0", length=300)])  # now the prefill is worth only 30

@@ -54,9 +54,8 @@ def test_another_process_reads_buckets_in_the_trainer_s_memory(device: torch.dev
                 slot.copy_(values)
                 relay.hand_over()
                 assert store.get(f"checksum{number}") == f"{device.type} {checksum(values)}"
-                assert slot[-1].item() == MARK and torch.equal(
-                    slot[:-1], values[:-1]
-                )  # both map the same memory, without a copy
+                # Both map the same memory, without a copy.
+                assert slot[-1].item() == MARK and torch.equal(slot[:-1], values[:-1])
             assert engine.wait(60) == 0 and server.num_keys() == num_keys + len(SIZES)  # no key of a bucket is left
             relay.close()
         finally:

@@ -178,9 +178,8 @@ def joined(ask: Any, result: Any) -> Any:
 @pytest.fixture(scope="module")
 def recorded(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
-    judge.model(
-        directory, perturbed(tensors_of(directory), "self_attn")
-    )  # saves the perturbed model beside the directory
+    # Saves the perturbed model beside the directory.
+    judge.model(directory, perturbed(tensors_of(directory), "self_attn"))
     changed = directory.parent / (directory.name + "_changed")
     cycle = shutil.copytree(directory, out.parent / "cycle")
     of_cycle = in_a_cycle(tensors_of(directory))
@@ -238,10 +237,11 @@ def write_draft(folder: Path, cycle: dict[str, torch.Tensor]) -> None:
     tensors |= {f"midlayer.{name}.weight": torch.ones(hidden) for name in norms} | {"norm.weight": torch.ones(hidden)}
     tensors |= {"midlayer.self_attn.o_proj.weight": torch.zeros(hidden, 64), "lm_head.weight": head}
     tensors |= {"midlayer.mlp.down_proj.weight": torch.zeros(hidden, 96), "fc.weight": torch.eye(hidden, 3 * hidden)}
+    # The draft's tokens are 5 to 20.
     tensors |= {
         "d2t": torch.full((16,), 5),
         "t2d": torch.zeros(vocab, dtype=torch.bool),
-    }  # the draft's tokens are 5 to 20
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -85,9 +85,8 @@ def test_a_head_refuses_reduced_precision_float32_products(dtypes, narrow):
         linear_logprob(hidden, weight, targets)
 
 
-@pytest.mark.parametrize(
-    "name", ["clip", "sequence ratio"]
-)  # the first computes gradients in the forward, the second recomputes logits
+# The first computes gradients in the forward, the second recomputes logits.
+@pytest.mark.parametrize("name", ["clip", "sequence ratio"])
 def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)

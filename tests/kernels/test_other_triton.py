@@ -37,9 +37,8 @@ def test_kernels_work_with_the_triton_of_the_cuda_set(tests: str, chosen: str) -
         "PYTHONPATH": str(folder),
         "TRITON_INTERPRET": "1" if tests.startswith("interpreter") else "0",
     }
-    environment.pop(
-        "TORCHDYNAMO_DISABLE", None
-    )  # our replacement for parts of Megatron, which other tests of this process import, has set it
+    # Our replacement for parts of Megatron, which other tests of this process import, has set it.
+    environment.pop("TORCHDYNAMO_DISABLE", None)
     words = [sys.executable, "-c", SCRIPT, other, f"tests/kernels/{tests}", "-q", "-k", chosen]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -139,6 +139,5 @@ def test_the_gate_sums_over_the_ranks_of_a_sample(of_ranks):
 
 if __name__ == "__main__":
     _, WORLD, FOLDER = sys.argv
-    start_processes(
-        run_rank, (int(WORLD), FOLDER), nprocs=int(WORLD), start_method="fork"
-    )  # if a rank fails, the others are ended
+    # If a rank fails, the others are ended.
+    start_processes(run_rank, (int(WORLD), FOLDER), nprocs=int(WORLD), start_method="fork")

@@ -19,9 +19,8 @@ from marsrl.trainer.learner.megatron.attention import PackedAttention  # noqa: E
 from marsrl.trainer.learner.megatron.experts import DeepEPExchange  # noqa: E402
 
 DISPATCHERS = ("alltoall", "deepep", "hybridep")
-OPTIMIZER = tiny.OPTIMIZER.model_copy(
-    update={"eps": 1e-2}
-)  # a smaller eps would magnify rounding errors of small gradients
+# A smaller eps would magnify rounding errors of small gradients.
+OPTIMIZER = tiny.OPTIMIZER.model_copy(update={"eps": 1e-2})
 
 
 def batches(samples: list[TrainSequence], layout: dict[str, int], num_shared: int) -> list[PackedBatch]:

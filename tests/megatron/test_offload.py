@@ -37,9 +37,8 @@ class TwoMemories(TorchFunctionMode):
         # Pinning memory would need a GPU's driver, so it is skipped.
         out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))
         if func is Tensor.cpu and out is args[0]:
-            out = (
-                out.clone()
-            )  # .cpu() of a CPU tensor returns the tensor itself, which must keep counting as a GPU tensor
+            # .cpu() of a CPU tensor returns the tensor itself, which must keep counting as a GPU tensor.
+            out = out.clone()
         if func is Tensor.cpu or (func in self.COPIES and hasattr(args[0], "in_host_memory")):
             out.in_host_memory = True
         return out

@@ -266,9 +266,8 @@ def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
     fixed_cache = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
     assert not engine_memory(fixed_cache, H100).fits  # room for less than one sequence
     assert engine_memory(replace(fixed_cache, cache_bytes=2.0**34), H100).fits
-    assert not engine_memory(
-        replace(fixed_cache, cache_bytes=2.0**36), H100
-    ).fits  # more than the GPU has beside the weights
+    # More than the GPU has beside the weights.
+    assert not engine_memory(replace(fixed_cache, cache_bytes=2.0**36), H100).fits
 
 
 MIB = 2.0**20

@@ -36,10 +36,11 @@ WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cp
 ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
+# vLLM's methods of accepting and drawing draft tokens; test_vllm_v2_runner.py shows that they are exact.
 EXACT = [
     "standard",
     "greedy",
-]  # vLLM's methods of accepting and drawing draft tokens; test_vllm_v2_runner.py shows that they are exact
+]
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,8 @@ def test_vllm_accepts_other_options_of_an_engine(findings: dict[str, Any]) -> No
         and plain["drafts"] is None
         and plain["async"]
     )
-    assert variants["draft_model"] == plain | {
-        "drafts": ["eagle3", 3, *EXACT]
-    }  # also with FP8 weights, and an FP8 cache
+    # Also with FP8 weights, and an FP8 cache.
+    assert variants["draft_model"] == plain | {"drafts": ["eagle3", 3, *EXACT]}
     assert variants["extra"] == plain | {"batched": 12345} != plain
 
 

@@ -69,9 +69,8 @@ def test_the_plan_of_a_step_matches_an_h200() -> None:
     one = Layout(1, 1, 1, 1, 1)
     setup = Training(shape, one, 1, "bfloat16", "none", 4096, batch["micro_batches"], int(hw.HEAD_ROWS.value))
     work = Work(batch["trained_sequences"], batch["trained_tokens"], batch["sampled_tokens"], batch["longest"])
-    h200 = replace(
-        hw.GPUS["h200-141g"], attention=0.14
-    )  # our Triton kernel's share of the peak on an H200; the step ran without flash-attn
+    # Our Triton kernel's share of the peak on an H200; the step ran without flash-attn.
+    h200 = replace(hw.GPUS["h200-141g"], attention=0.14)
     time, memory = step_time(setup, work, h200, sweeps_entropy=False), rank_memory(setup, 0)
     assert time.total == pytest.approx(statistics.median(ours["seconds"]), rel=0.1)
     assert memory.peak - memory.static == pytest.approx(ours["extra_bytes"], rel=0.1)
@@ -79,9 +78,8 @@ def test_the_plan_of_a_step_matches_an_h200() -> None:
     def seconds(*words: str) -> float:
         return sum(ms for ms, _, name in ours["kernels"] if any(word in name for word in words)) / 1000
 
-    assert time.experts * 2 / 3 == pytest.approx(
-        seconds("grouped"), rel=0.1
-    )  # the third product accumulates into main_grad
+    # The third product accumulates into main_grad.
+    assert time.experts * 2 / 3 == pytest.approx(seconds("grouped"), rel=0.1)
     adding = seconds("matrix_gradients", "CUDAFunctor_add", "addcmul")
     assert time.experts / 3 + time.gradients == pytest.approx(adding, rel=0.1)
     assert time.optimizer > 1.5 * seconds("multi_tensor")  # norm, clipping and bfloat16 weights in addition to AdamW
