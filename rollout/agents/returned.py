@@ -53,7 +53,7 @@ def continuation(value: object) -> str | tuple[Message, ...] | None:
 def parsed(value: object, sample: Sample) -> Sample:
     """Check the value of `parse`: the given sample, with changes only in parsed fields."""
     if not isinstance(value, Sample):
-        raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(value)}")
+        raise TypeError(f"expected a Sample, such as replace(sample, answer=...), found {_shown(value)}")
     if not all(map(is_, _not_parsed(value), _not_parsed(sample))):
         others = [name for name in _NOT_PARSED if getattr(value, name) is not getattr(sample, name)]
         raise ValueError(f"expected `parse` to change only {', '.join(_PARSED)}, found changes in {', '.join(others)}")

@@ -149,7 +149,7 @@ def test_an_engine_uses_the_settings_of_its_kind(engine, dtype, slots, monkeypat
 
 @pytest.mark.slow
 def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
-    """Training can create its own process groups, although vLLM's file for their rendezvous is gone."""
+    """Closing the engines also destroys vLLM's process groups, so that training can create its own."""
     if torch.distributed.is_initialized():
         pytest.skip("another test's process groups stand")
     options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)

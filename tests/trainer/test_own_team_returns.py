@@ -81,7 +81,7 @@ CASES = [
      "ValueError: expected a message's role to be one of system, user, assistant, tool, found 'judge'"),
     ("messages", r'[Message("user", "\ud800")]', SURROGATE),
     ("messages", "1 / 0", "ZeroDivisionError: division by zero"),
-    ("parse", "None", "TypeError: expected the given sample, replace(sample, answer=...), found None"),
+    ("parse", "None", "TypeError: expected a Sample, such as replace(sample, answer=...), found None"),
     ("parse", "replace(sample, answer=7)", "TypeError: expected answer to be str or None, found 7 (int)"),
     ("parse", "replace(sample, verdict='yes')", "TypeError: expected verdict to be bool or None, found 'yes' (str)"),
     ("parse", "replace(sample, agent='nobody', outcome='x')",

@@ -93,7 +93,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """Result of a step. groups: groups trained by `version`; trained_s: time at the end of the update."""
+    """Result of a step.
+
+    groups: groups that the step trained. version: version of the weights before the update.
+    trained_s: time at the end of the update.
+    """
 
     groups: tuple[Group, ...]
     version: int
