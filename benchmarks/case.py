@@ -32,7 +32,7 @@ def normal(shape: Shape) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of one table; sizes that a case does not use are 0.
+    """Input sizes of a case, for one table of results; sizes that a case does not use are 0.
 
     tokens, hidden, vocab, sequences: T, H, V (of this rank) and S. mask_share: share of the rows that are trained (in the mask).
     active_share: share of the rows with a nonzero coefficient. note: remark in the title; some cases

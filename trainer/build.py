@@ -62,7 +62,7 @@ from marsrl.trainer.weights.comparison import ADAPTERS_AT_ONCE, CheckedEngines
 from marsrl.trainer.weights.league import League
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
-if TYPE_CHECKING:  # This module imports megatron.
+if TYPE_CHECKING:  # adapter.py imports megatron.
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

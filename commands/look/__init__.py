@@ -1,1 +1,1 @@
-"""`marsrl view`: runs in the browser or on the terminal. Run directories are only read."""
+"""`marsrl view`: shows runs in the browser or on the terminal. It only reads run directories."""

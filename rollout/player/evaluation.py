@@ -121,9 +121,9 @@ class EvaluationPlay:
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """Return one completion per ask, which `finish` decodes whole and judges. The episodes are not played further.
+        """Return a new completion for each ask; `finish` decodes them to their end and judges them.
 
-        An ask whose prompt is too long gets an empty completion that counts as overlong.
+        The episodes are not played further. An ask whose prompt is too long gets an empty completion that counts as overlong.
         """
         asked = []
         for episode, ask in asks:

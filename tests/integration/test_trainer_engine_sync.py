@@ -75,7 +75,9 @@ class Parts:
 
 CASES = {
     "qwen3_moe": {},
-    "llama in halves": {"tensor_parallel": 2},  # every bias is halved; both halves have the single key head
+    "llama in halves": {
+        "tensor_parallel": 2
+    },  # the biases of q, gate and up are split; both ranks hold the single key head
     "qwen3_moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 
