@@ -47,7 +47,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # as on an H100 or H200
 
 
 def num_multiprocessors(tensor: Tensor) -> int:

@@ -70,7 +70,7 @@ class Segment:
 
 
 class Fate(StrEnum):
-    """What a program did with an answer to one of its calls."""
+    """Fate of an answer to a call of a program."""
 
     READ = "read"  # trained: the program received the answer, or a later call continues it
     UNREAD = "unread"  # not received: the connection was cut, or the session ended earlier

@@ -159,7 +159,7 @@ class QaOptions(FactsOptions):
 
 
 class TutorConfig(Settings):
-    """What tutors write in a step, and how often they slip on last-digit chains."""
+    """Settings of the tutors for last-digit chains: form of a step, and shares of wrong lines."""
 
     slip_solver: Share = 0.10
     """share of wrong lines of the Solver's tutor in phase 2; a lower share leaves RL less to improve (docs/cpu_default.md)"""

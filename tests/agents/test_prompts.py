@@ -308,7 +308,7 @@ def test_the_last_match_of_either_expression_is_the_verdict() -> None:
 
 answer_tag = partial(tagged, "answer")
 READ: list[tuple[Callable[[str], object], str, object]] = [
-    # What is visible is the text after the last closed <think> block.
+    # The visible text begins after the last closed <think> block.
     (visible, "plain", "plain"),
     (visible, "<think>a</think>\n\nshown", "shown"),
     (visible, "a</think>shown", "shown"),  # the template opened the block

@@ -44,7 +44,7 @@ def trained(learner: Learner, folder: Path) -> list[Any]:
         learner.sleep()
         if learner.sleeps:
             assert not any(sizes(learner))
-            asleep = tiny.weights(learner)  # what a publish sends
+            asleep = tiny.weights(learner)  # as in a publish
             assert all(torch.equal(asleep[name], tensor) for name, tensor in awake.items())
             assert not any(sizes(learner))
         if number == 2:

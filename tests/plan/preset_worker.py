@@ -56,7 +56,7 @@ def pretend_vllm_on_cuda() -> None:
     platforms._current_platform = NonNvmlCudaPlatform()
     import vllm.config.vllm as config_module
 
-    config_module.HAS_TRITON = True  # it is available on a GPU machine
+    config_module.HAS_TRITON = True  # a GPU machine has Triton
     for name in (
         "cutlass_scaled_mm_supports_block_fp8",
         "cutlass_scaled_mm_supports_fp8",

@@ -310,7 +310,7 @@ def test_variance_inflation_by_hand() -> None:
 
 
 def test_agent_statistics_are_per_prompt_and_averaged_over_calls() -> None:
-    # Of the first problem's agents, one has spread and the other has none.
+    # In the first problem, the Solver's rewards differ and the Verifier's are equal.
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/v", [1, 1], "verifier1")]
     groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
     found = drmas_metrics(groups)

@@ -44,7 +44,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         for name, counted in _MEANS.items():
             metrics[name] = sum(sums[counted].values()) / tokens
         metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
-    if stats.prob_diff_mean == stats.prob_diff_mean:  # It is NaN if rollout log-probs are unknown.
+    if stats.prob_diff_mean == stats.prob_diff_mean:  # NaN: rollout log-probs are unknown.
         metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
         metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
         metrics["train_rollout/k3"] = stats.k3
