@@ -95,7 +95,7 @@ class BuildWithCMake(build_ext):
         # Prefer the cmake that pip installed for this Python, which need not be on PATH, to the system's.
         cmake = shutil.which("cmake", path=str(Path(sys.executable).parent)) or "cmake"
         configure = [cmake, "-S", str(ROOT), "-B", str(build), f"-DMARSRL_OUTPUT={output}"]
-        # CMake cannot reuse a cache whose cmake is gone, as happens after pip's isolated builds, which bring their own.
+        # CMake cannot reuse a cache of a copied tree, or one whose cmake is gone, as after pip's isolated builds.
         subprocess.run([*configure, "--fresh"] if is_foreign_cache(build) else configure, check=True)
         subprocess.run([cmake, "--build", str(build), "--parallel", str(os.cpu_count() or 1)], check=True)
 
@@ -120,14 +120,15 @@ class BuildWithCMake(build_ext):
 
 
 def is_foreign_cache(build: Path) -> bool:
-    """Return True if `build` was configured by a cmake executable that no longer exists."""
+    """Return True if `build` was configured for another source tree, or by a cmake executable that no longer exists."""
     cache = build / "CMakeCache.txt"
     if not cache.exists():
         return False
     entries = dict(
         line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[:1] not in "#/"
     )
-    return not Path(entries.get("CMAKE_COMMAND:INTERNAL", "")).exists()
+    is_own = entries.get("CMAKE_HOME_DIRECTORY:INTERNAL") == str(ROOT)
+    return not (is_own and Path(entries.get("CMAKE_COMMAND:INTERNAL", "")).exists())
 
 
 class PlatformWheel(bdist_wheel):
