@@ -150,6 +150,7 @@ def play(model_dir: str, orchestration: str) -> Side:
 
     with imports_for_good():  # as in runs
         from marsrl.rollout.player.rollout import Rollout
+        from marsrl.rollout.player.stages import Stages
         from marsrl.trainer.build import open_team
         from marsrl.trainer.checks.preflight import preflight
         from marsrl.trainer.config.read import read_config
@@ -167,9 +168,9 @@ def play(model_dir: str, orchestration: str) -> Side:
         settings += [f"external.function={HERE}:{in_turn.__name__}", f"external.concurrency={(OVERLAP + 1) * SESSIONS}"]
     checked = preflight(read_config(None, settings)[0], world_size=1)
     with open_team(checked, {"main": model_dir}) as team:
-        rollout, pool = Rollout(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]
+        stages, pool = Stages(checked.config.rollout, team, checked.task.problems(0), seed=0), team.pools["main"]
         answer: Any = None
-        with closing(rollout):
+        with closing(Rollout(stages)) as rollout:
             while True:
                 with rollout.resting():  # while the other team is measured
                     yield answer

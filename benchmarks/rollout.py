@@ -68,6 +68,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
     finished completions.
     """
     from marsrl.rollout.player.rollout import Rollout
+    from marsrl.rollout.player.stages import Stages
     from marsrl.trainer.build import open_team
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
@@ -75,7 +76,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
     with open_team(checked, {"main": model_dir}) as team:
         seed = yield None
         while True:
-            scheduler = Rollout(checked.config.rollout, team, checked.task.problems(seed), seed=seed)
+            scheduler = Rollout(Stages(checked.config.rollout, team, checked.task.problems(seed), seed=seed))
             pool = team.pools["main"]
             before = sum(pool.num_decoded())
             start = time.perf_counter()

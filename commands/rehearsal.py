@@ -38,6 +38,7 @@ from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.seed import derive_seed
@@ -280,8 +281,8 @@ def _scripted(
             tools=tools,
             gateway=gateway,
         )
-        played = Rollout(rollout, team, lambda number: problem, seed=config.run.seed, trains_whole=config.trains_whole)
-        yield played, problem
+        seed, trains_whole = config.run.seed, config.trains_whole
+        yield Rollout(Stages(rollout, team, lambda number: problem, seed=seed, trains_whole=trains_whole)), problem
 
 
 def _gateway(

@@ -29,6 +29,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.rollout import Rollout
+from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.rebalance import Rebalancer
@@ -228,14 +229,9 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
         if config.rollout.refill is not None or config.data.rest:
             spread_of = functools.partial(spread, config=config.credit, trained=config.rewarded_agents)
             counting = Counting(spread_of, config.counted_agent, config.data.rest)
-        rollout = Rollout(
-            config.rollout,
-            team,
-            source,
-            seed=config.run.seed,
-            trains_whole=config.trains_whole,
-            counting=counting,
-        )
+        seed, trains_whole = config.run.seed, config.trains_whole
+        stages = Stages(config.rollout, team, source, seed=seed, trains_whole=trains_whole, counting=counting)
+        rollout = Rollout(stages)
         stack.callback(rollout.close)
         mover = Rebalancer(team.pools, say=console.message) if config.rollout.rebalance else None
         log = StepLog(config, directory, console, team)

@@ -16,12 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import Progress
-from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
-from marsrl.rollout.tasks.protocol import ProblemSource
-from marsrl.rollout.team import Team
 
 _COLLECT_S = 0.1  # timeout of one collect; a call by the trainer may have to wait this long
 _PROGRESS_S = 0.2
@@ -31,19 +27,10 @@ _IDLE_S = 0.02  # pause if nothing is being decoded: the trainer is rollout.over
 class Rollout:
     """Source of batches for the training loop; see the module."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        team: Team,
-        source: ProblemSource,
-        *,
-        seed: int,
-        trains_whole: bool = False,
-        counting: Counting | None = None,
-    ) -> None:
-        self.stages = Stages(config, team, source, seed=seed, trains_whole=trains_whole, counting=counting)
-        self._pools = team.pools
-        self._is_beside = config.overlap > 0
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self._pools = stages.team.pools
+        self._is_beside = stages.config.overlap > 0
         self._changed = threading.Condition()  # its lock guards the stages
         self._thread: threading.Thread | None = None
         self._wants_rest = False

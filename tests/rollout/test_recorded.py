@@ -27,7 +27,7 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState
+from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Group, IntArray, Reward, Sample
@@ -95,13 +95,13 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
     orchestration = build_orchestration("verifier_corrector", agents, "math", None, config)
     records = {"records_experts": frozenset({"main"}), "max_kept": {"solver": MOST}}
     team = make_team(agents, orchestration, pool_of(engine, slots=32, deadline_s=60), **records)
-    rollout = Rollout(config, team, letter_problems(4), seed=0)
+    rollout = Rollout(Stages(config, team, letter_problems(4), seed=0))
     groups = rollout.next_batch({"main": 0}).groups
     if other is not None:
         assert not groups
         engine.update_weights(WeightUpdate(str(other / "model.safetensors"), 1))
         kept = decode(RolloutState, encode(rollout.snapshot()))
-        rollout = Rollout(config, team, letter_problems(4), seed=0)
+        rollout = Rollout(Stages(config, team, letter_problems(4), seed=0))
         rollout.restore(kept)
         groups = tuple(group for group in rollout.next_batch({"main": 1}).groups if group.rollout_id <= "000002")
     samples = [sample for group in groups for sample in group.samples]

@@ -25,7 +25,7 @@ from letters import (
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState
+from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Problem, Reward
 
@@ -54,7 +54,7 @@ def test_samples_are_judged_while_others_decode() -> None:
         return judge(problem, answer)
 
     team, (engine,) = letter_team(config, judge=noting, tokens_per_step=3)
-    Rollout(config, team, letter_problems(9), seed=0).next_batch({"main": 0})
+    Rollout(Stages(config, team, letter_problems(9), seed=0)).next_batch({"main": 0})
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
 
 
@@ -95,7 +95,7 @@ def test_the_trainer_raises_thread_errors_with_their_traceback() -> None:
         return script(request)
 
     config = letter_config()
-    rollout = Rollout(config, letter_team(config, script=broken)[0], letter_problems(40), seed=0)
+    rollout = Rollout(Stages(config, letter_team(config, script=broken)[0], letter_problems(40), seed=0))
     with pytest.raises(RuntimeError, match="the engine burns") as caught:
         for _ in range(3):
             rollout.next_batch({"main": 0})
@@ -113,7 +113,7 @@ def test_batches_report_tokens_and_closing_ends_the_thread() -> None:
     for overlap in (0, 1):
         config = letter_config(overlap=overlap)
         team, (engine,) = letter_team(config)
-        rollout = Rollout(config, team, letter_problems(40), seed=0)
+        rollout = Rollout(Stages(config, team, letter_problems(40), seed=0))
         for _ in range(2):
             known, told = engine.num_decoded(), list[int]()
             rollout.next_batch({"main": 0}, told.append)
