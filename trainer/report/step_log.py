@@ -43,6 +43,7 @@ class StepLog:
         self.port: MetricsPort | None = None
         self.episode_clock = EpisodeClock()
         self._config, self._directory, self._console, self._team = config, directory, console, team
+        self._policies = {name: agent.policy for name, agent in config.agents.items()}
         self._metrics: MetricsLog | None = None
         self._spikes = GradSpikes()
         self._resting = Resting(config.trainer.max_empty_steps)
@@ -133,8 +134,7 @@ class StepLog:
             if config.credit.trains(name) and agent.policy in config.trained_policies
         }
         became = fates(batch.groups, trains, self._credited, self.samples)
-        policies = {name: agent.policy for name, agent in config.agents.items()}
-        write_samples(self._directory, step, batch.groups, self._credited.advantages, became, policies)
+        write_samples(self._directory, step, batch.groups, self._credited.advantages, became, self._policies)
         failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
         zeros = [unread(agent, forms[agent], endings_of) for agent, endings_of in ended.items()]
         rests = self._resting.found(batch.groups, became)
@@ -170,7 +170,6 @@ class StepLog:
 
     def write_tokens(self, step: int, batch: StepBatch) -> None:
         """Write the tokens of the samples in `kept`, with the updates' results."""
-        policies = {name: agent.policy for name, agent in self._config.agents.items()}
         trained = {tokens.uid: tokens for tokens in self.tokens}
         samples = (sample for group in batch.groups for sample in group.samples)
         records = [
@@ -178,7 +177,7 @@ class StepLog:
                 sample,
                 step,
                 line,
-                policy := policies[sample.agent],
+                policy := self._policies[sample.agent],
                 self._team.renderers[policy],
                 trained.get(sample.uid),
             )
