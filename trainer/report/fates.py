@@ -37,7 +37,7 @@ which should never happen."""
 
 @dataclass(frozen=True, slots=True)
 class SampleFate:
-    """A sample's fate.
+    """A sample's fate, with the defaults for files of earlier versions, which lack it.
 
     num_sampled: number of tokens that the policy chose, including those of answers that no program read.
     num_trained: number of these tokens that an update trained, whatever the sample's weight (credit.balance).
@@ -45,8 +45,8 @@ class SampleFate:
     gap: mean |log p_trainer - log p_rollout| of the trained tokens before that update, nats; None: not trained, or unknown.
     """
 
-    fate: str
-    num_sampled: int
+    fate: str = ""
+    num_sampled: int = 0
     num_trained: int = 0
     update: int = 0
     gap: float | None = None

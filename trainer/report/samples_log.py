@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from marsrl.rollout.types import Caller, Finish, Group, Prefix, Sample, Segment
@@ -86,13 +86,9 @@ def record(
         finish=sample.finish,
         segments=sample.segments,
         policy=policy,
-        fate=fate.fate,
-        num_sampled=fate.num_sampled,
-        num_trained=fate.num_trained,
-        update=fate.update,
-        gap=fate.gap,
         behind=sample.behind,
         caller=sample.caller,
+        **asdict(fate),
     )
 
 
@@ -110,7 +106,7 @@ def write_samples(
     """
     samples = enumerate((sample for group in groups for sample in group.samples), start=1)
     advantage_of = advantages or {}
-    fate_of, policy_of, unknown = fates or {}, policies or {}, SampleFate("", 0)
+    fate_of, policy_of, unknown = fates or {}, policies or {}, SampleFate()
     records = (
         record(
             sample,
@@ -130,19 +126,14 @@ def read_samples(path: Path, lines: Collection[int] | None = None) -> list[Sampl
     return read_rows(path, SampleRecord, "file of samples", None if lines is None else [("line", "in", lines)])
 
 
-@dataclass(frozen=True, slots=True)
-class SampleTrace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTrace(SampleFate):
     """Columns of SampleRecord that show which policy versions decoded a sample, and what became of it."""
 
     uid: str
     agent: str
     segments: tuple[Segment, ...]
     policy: str = ""
-    fate: str = ""
-    num_sampled: int = 0
-    num_trained: int = 0
-    update: int = 0
-    gap: float | None = None
 
 
 def read_traces(path: Path) -> list[SampleTrace]:
