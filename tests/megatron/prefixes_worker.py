@@ -189,6 +189,7 @@ def passes_of(folder: str, case: dict[str, Any]) -> tuple[Any, Callable[[], None
         for config in configs:
             assert config is not None
             bank.add(Adapter(base, config, 0))
+        bank.join()
         bank.buffers |= {kind: replace(rows, gradients=rows.gradients.double()) for kind, rows in bank.buffers.items()}
         optimizer = BankOptimizer(bank, [policy.optimizer.model_copy(update={"distributed": False})] * len(adapters))
         model.config.finalize_model_grads_func = lambda *chunks, **options: optimizer.finalize()

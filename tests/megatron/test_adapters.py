@@ -302,6 +302,20 @@ def test_another_number_of_adapters_trains_each_as_before(kind: str, tmp_path: P
     assert tiny.largest_difference(tiny.weights(one["a"]), tiny.weights(saved["a"])) > 1e-3
 
 
+def test_adapters_are_joined_once_at_the_first_use(tmp_path: Path) -> None:
+    folder, names = tiny.save_model("qwen3", tmp_path / "m"), ("a", "b", "c")
+    learners = tiny.on_one_base(folder, {name: {} for name in names}, dict.fromkeys(names, tiny.OPTIMIZER))
+    base = learners["a"].base
+    assert base is not None and base.optimizer is None and not base.trained.buffers
+    tiny.save(learners["a"], tmp_path / "saved")
+    optimizer = base.optimizer
+    learners["b"].load(tmp_path / "saved")  # as a run that resumes, before the first step
+    trained(learners["c"])
+    assert base.optimizer is optimizer and len(base.trained.buffers[False].weights) == 3
+    with pytest.raises(AssertionError, match="before the bank is used"):
+        tiny.learner(folder, adapter={}, base=base)
+
+
 def test_one_policys_broken_sample_does_not_skip_the_other(tmp_path: Path) -> None:
     learners = two(tiny.save_model("qwen3", tmp_path / "model"), "qwen3")
     (group,) = groups(learners, POLICIES)

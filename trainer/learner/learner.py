@@ -163,17 +163,14 @@ class Learner:
     def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> Model:
         """Set up training of an adapter."""
         from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
-        from marsrl.trainer.learner.megatron.optimizer import AdapterOptimizer, BankOptimizer
+        from marsrl.trainer.learner.megatron.optimizer import AdapterOptimizer
         from marsrl.trainer.learner.megatron.passes import Model
 
         assert policy.adapter is not None
         base = self.base = self.base or FrozenBase(self._model_dir, layout, policy)
         self.model, self.adapter = base.model, Adapter(base, policy.adapter, seed)
-        assert base.optimizer is None or not base.optimizer.has_begun, "adapters are added before training"
-        base.optimizer = None  # Adding moves the other adapters; free their state first.
         slot = base.trained.add(self.adapter)
         base.optimizer_configs.append(policy.optimizer)
-        base.optimizer = BankOptimizer(base.trained, base.optimizer_configs)
         base.model.config.finalize_model_grads_func = lambda *chunks, **options: base.optimizer.finalize()
         self.optimizer = AdapterOptimizer(base, slot)
         self._converter = self.adapter.converter

@@ -76,7 +76,7 @@ class FrozenBase:
         self.model = bare_model(self.shape, layout, policy)
         Converter(self.model, self.shape).load(model_dir)
         self.trained, self.references = Bank(is_trained=True), Bank(is_trained=False)
-        self.optimizer: Any = None  # BankOptimizer of `trained`.
+        self.optimizer: Any = None  # BankOptimizer of `trained`, from its first use on.
         self.optimizer_configs: list[OptimizerConfig] = []
         self.wrapped = as_run(self.model).requires_grad_(False)
         self.memory = Memory(self.state_tensors, self.gradient_tensors)  # With all adapters.
@@ -96,8 +96,8 @@ class FrozenBase:
     def state_tensors(self) -> Iterator[Tensor]:
         """Yield this rank's tensors that outlive a step, of the model, all adapters and their optimizer."""
         yield from self.model.parameters()
-        for rows in (*self.trained.buffers.values(), *self.references.buffers.values()):
-            yield rows.weights
+        for adapter in (*self.trained.adapters, *self.references.adapters):
+            yield from adapter.parameters()
         if self.optimizer is not None:
             yield from self.optimizer.state_tensors()
 
@@ -200,6 +200,7 @@ def _up(number: int, multiple: int) -> int:
 class Bank:
     """A and B of all adapters of one base on this rank, which train together. An adapter's slot is its index.
 
+    The first use joins the adapters in buffers; all are added before it.
     Each adapter has a row of the dense buffer and, with the target experts, a row of the experts' buffer. A row has a place for
     each matrix. All adapters' A of a matrix are thus one tensor [N, ..., r, in], and their B [N, ..., out, r], views of the
     buffer. r is the largest rank; numbers beyond an adapter's own rank are 0, and so are their gradients.
@@ -216,8 +217,15 @@ class Bank:
         self._is_trained = is_trained
 
     def add(self, adapter: Adapter) -> int:
-        """Move the adapter's weights into the bank; return its slot. All adapters' parameters become views of new buffers."""
+        """Add an adapter and return its slot."""
+        assert not self.buffers, "adapters are added before the bank is used"
         self.adapters.append(adapter)
+        return len(self.adapters) - 1
+
+    def join(self) -> None:
+        """Move the adapters' weights into buffers, of which their parameters become views; a no-op after the first call."""
+        if self.buffers:
+            return
         shapes: dict[bool, dict[Place, tuple[int, ...]]] = {}
         for member in self.adapters:
             for name, letter, weight in member.matrices():
@@ -237,10 +245,11 @@ class Bank:
             views = self.views(member, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(member.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
-        for rows in self.buffers.values() if self._is_trained else ():  # Only now, when the earlier buffers are freed.
+        for rows in (
+            self.buffers.values() if self._is_trained else ()
+        ):  # Only now, when the adapters' own tensors are freed.
             rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
         self.scales = torch.tensor([member.settings.scale for member in self.adapters], **options)
-        return len(self.adapters) - 1
 
     def rows_of(self, slot: int) -> Iterator[tuple[bool, Rows, int]]:
         """Yield (True for the experts' buffer, buffer, the adapter's row in it)."""

@@ -186,10 +186,10 @@ class BankOptimizer:
     """
 
     def __init__(self, bank: Bank, configs: Sequence[OptimizerConfig]) -> None:
+        bank.join()
         self.bank, self._clips = bank, [config.grad_clip for config in configs]
         self.is_distributed = all(config.distributed for config in configs)
         is_offloaded = any(config.offload for config in configs)
-        self.has_begun = False
         self.main: dict[bool, Tensor] = {}  # This rank's columns of the weights, in float32.
         for kind, rows in bank.buffers.items():
             own = self.own(kind, rows.weights).detach()
@@ -268,7 +268,6 @@ class BankOptimizer:
 
         Call after grad_norms().
         """
-        self.has_begun = True
         for slot, (rate, group) in enumerate(zip(rates, self.optimizer.param_groups, strict=True)):
             group["lr"], shrink = rate, self._clips[slot] / (norms[slot] + 1e-6)
             for main, (kind, rows, row) in zip(group["params"], self.bank.rows_of(slot), strict=True):
@@ -300,7 +299,8 @@ class AdapterOptimizer:
 
     @property
     def joint(self) -> BankOptimizer:
-        assert self.base.optimizer is not None
+        if self.base.optimizer is None:
+            self.base.optimizer = BankOptimizer(self.base.trained, self.base.optimizer_configs)
         return self.base.optimizer
 
     @property
@@ -331,7 +331,7 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Any) -> None:
-        self.joint.has_begun, rows_of = True, self._rows()
+        rows_of = self._rows()
         for key, rows in rows_of.items():
             whole = {kind: torch.zeros_like(self.bank.buffers[kind].weights[0], dtype=torch.float32) for kind in rows}
             for name, view in self._named_views(whole):

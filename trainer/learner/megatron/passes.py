@@ -85,6 +85,7 @@ class Model:
         """Return the adapters of this rank's part of a micro-batch, whose samples are grouped by adapter. tensor: TP size."""
         if self.bank is None:
             return None
+        self.bank.join()
         slots = [self.slots[self.adapter_of[agent] if self.adapter_of else 0] for agent in batch.agents]
         assert slots == sorted(slots), "samples are not grouped by adapter"
         present = slice(slots[0], slots[-1] + 1)
