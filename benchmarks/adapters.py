@@ -42,7 +42,7 @@ def train_and_publish(
     from marsrl.trainer.config import MptConfig, PolicyConfig
     from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
     from marsrl.trainer.learner.learner import Learner, groups
-    from marsrl.trainer.weights.comparison import ADAPTERS_AT_ONCE, CheckedEngines
+    from marsrl.trainer.weights.comparison import CheckedEngines
     from marsrl.trainer.weights.sync import AdapterSync, publish
 
     names = [f"adapter{i}" for i in range(number)]
@@ -67,8 +67,7 @@ def train_and_publish(
     syncs = {}
     for turn_of, name in enumerate(names):
         engines = CheckedEngines(pool, vocab_size=vocab_size, adapter=name)
-        every = verify_every or -(-number // ADAPTERS_AT_ONCE)  # as trainer.build sets it
-        common: dict[str, Any] = {"verify_every": every, "turn": turn_of}
+        common: dict[str, Any] = {"verify_every": verify_every, "turn": turn_of}
         syncs[name] = AdapterSync(engines, torch.float32, base=str(model), adapter=adapter, **common)
     dealt = [replace(sequence, agent=i % number, advantage=1.0 - i % 2 * 2) for i, sequence in enumerate(sequences)]
     parts = []

@@ -59,7 +59,7 @@ from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.supervised.warm_start import warm_starts
-from marsrl.trainer.weights.comparison import ADAPTERS_AT_ONCE, CheckedEngines
+from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.league import League
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
@@ -172,11 +172,10 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
     if config.rollout.engine == "vllm":
         vllm = config.rollout_of(policy).vllm
         precision = Precision(dtype, _FP8.get(vllm.kv_cache_dtype), _FP8.get(vllm.quantization or ""))
-    base = config.policies[policy].base or policy
-    of_base = [name for name, each in config.trained_policies.items() if (each.base or name) == base]
-    every = sync.verify_every or -(-len(of_base) // ADAPTERS_AT_ONCE)
-    common: dict[str, Any] = {"verify_every": every, "precision": precision}
+    common: dict[str, Any] = {"verify_every": sync.verify_every, "precision": precision}
     if adapter is not None:
+        base = config.policies[policy].base or policy
+        of_base = [name for name, each in config.trained_policies.items() if (each.base or name) == base]
         common["turn"] = of_base.index(policy)
         return AdapterSync(engines, dtype, base=model_dir, adapter=adapter, directory=sync.directory, **common)
     if sync.backend == "shm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import re
 import shutil
 import time
@@ -35,7 +36,7 @@ from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer import build
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.weights.comparison import CheckedEngines
-from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
+from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport, due_now
 
 
 class ListeningEngine(LocalEngine):
@@ -109,21 +110,36 @@ def test_publishes_are_timed_and_every_second_one_is_probed(sync, tensors, given
 
 
 def test_policies_are_probed_in_turn_and_all_at_first():
-    turns = [FileSync(None, torch.float32, verify_every=3, turn=turn) for turn in range(4)]
-    due = ["".join(str(turn) for turn, each in enumerate(turns) if each.is_due(version)) for version in range(5)]
+    syncs = {str(turn): FileSync(None, torch.float32, verify_every=3, turn=turn) for turn in range(4)}
+    due = ["".join(due_now(syncs, dict.fromkeys(syncs, version))) for version in range(5)]
     assert due == ["0123", "1", "2", "03", "1"]
+
+
+@pytest.mark.parametrize("num", range(1, 14))
+def test_adapters_are_probed_in_turn_at_different_versions(num: int) -> None:
+    """Adapters miss publishes at random; one begins at version 0 later than the others, and one has its version sent again."""
+    generator, versions = random.Random(num), {str(i): 10 + i for i in range(num)} | {"0": 0}
+    syncs = {name: FileSync(None, torch.float32) for name in versions}
+    since = dict.fromkeys(syncs, 0)
+    for _ in range(200):
+        sent = generator.sample(sorted(syncs), generator.randint(1, num))
+        due = due_now({name: syncs[name] for name in sent}, versions)
+        assert len(due) == min(4, len(sent)) or ("0" in due and versions["0"] == 0)
+        since |= {name: 0 if name in due else since[name] + 1 for name in sent}
+        assert max(since.values()) < math.ceil(num / 4)
+        versions |= {name: versions[name] + 1 for name in sent if name != "1"}
 
 
 @pytest.mark.parametrize(
     ("words", "num_due"),
-    [([], [5, 2, 3, 2]), (["sync.verify_every=1"], [5] * 4), (["sync.verify_every=4"], [5, 1, 1, 1])],
+    [([], [5, 4, 4, 4]), (["sync.verify_every=1"], [5] * 4), (["sync.verify_every=4"], [5, 1, 1, 1])],
 )
 def test_a_publish_probes_at_most_four_of_five_adapters(
     words: list[str], num_due: list[int], checkpoint: Callable[[str], Path]
 ) -> None:
     config, _ = read_config("configs/cpu_adapters.yaml", ["policies.main.dtype=float32", *words])
-    syncs = [build._sync(config, policy, str(checkpoint("qwen3")), None) for policy in config.trained_policies]
-    assert [sum(sync.is_due(version) for sync in syncs) for version in range(4)] == num_due
+    syncs = {policy: build._sync(config, policy, str(checkpoint("qwen3")), None) for policy in config.trained_policies}
+    assert [len(due_now(syncs, dict.fromkeys(syncs, version))) for version in range(4)] == num_due
 
 
 def test_a_broken_transfer_is_retried_once_and_reconnects(direct, engine, tensors, given):

@@ -197,8 +197,8 @@ class SyncConfig(Settings):
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
     verify_every: Count | None = Field(
         None,
-        description="versions between probe comparisons of a policy; default: 1; for n adapters on one base n / 4, rounded up: "
-        "they are compared in turn. Checksums are compared at every publish",
+        description="versions between probe comparisons of a policy; default: 1, but a publish of several adapters of one base "
+        "compares only the four that were compared longest ago. Checksums are compared at every publish",
     )
 
     def why_not(self, rollout: RolloutConfig) -> Iterator[str]:

@@ -57,6 +57,7 @@ from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.stop import Stopped
 from marsrl.trainer.weights.comparison import (
+    ADAPTERS_AT_ONCE,
     CheckedEngines,
     Compared,
     ComparisonReport,
@@ -148,18 +149,19 @@ class WeightSync(ABC):
         engines: CheckedEngines | None,
         dtype: torch.dtype,
         *,
-        verify_every: int = 1,
+        verify_every: int | None = None,
         turn: int = 0,
         precision: Precision | None = None,
     ) -> None:
         """Prepare to publish; `engines` is None on ranks other than 0.
 
         dtype: compute dtype of the engines.
-        verify_every: number of versions from one comparison to the next.
+        verify_every: number of versions from one comparison to the next; None: 1, but see `due_now`.
         turn: remainder, modulo verify_every, of the versions to compare. Version 0 is always compared.
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
-        self._engines, self._dtype, self._verify_every, self._turn = engines, dtype, verify_every, turn
+        self._engines, self._dtype, self._every, self._turn = engines, dtype, verify_every, turn
+        self._last_compared = 0  # Order of the last comparison among the adapters of a base.
         self._is_bare = False  # True if an adapter's B is 0, so the trainer's scores equal those of the bare model.
         self._precision = precision or Precision(dtype)
 
@@ -173,10 +175,6 @@ class WeightSync(ABC):
         """Publish only this policy, as `publish` below. Collective; returns None except on rank 0."""
         reports = publish({"": learner}, {"": self}, {"": version}, engines_at_rest, standing_by)
         return None if reports is None else reports[""]
-
-    def is_due(self, version: int) -> bool:
-        """Return True if this version is compared."""
-        return version == 0 or version % self._verify_every == self._turn % self._verify_every
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the current weights to one engine again. Collective; never called when weights come from a file.
@@ -315,7 +313,7 @@ class DirectSync(WeightSync):
         dtype: torch.dtype,
         kind: Literal["nccl", "ipc"],
         *,
-        verify_every: int = 1,
+        verify_every: int | None = None,
         precision: Precision | None = None,
         **options: Any,
     ) -> None:
@@ -523,8 +521,7 @@ def publish(
     start, seconds_of = time.perf_counter(), dict[str, float]()
     seconds_of_each: dict[str, dict[str, float]] = {name: {} for name in syncs}
     scores: dict[str, TrainerScores] = {}
-    due = [name for name, sync in syncs.items() if sync.is_due(versions[name])]
-    if due:
+    if due := due_now(syncs, versions):
         with timed_part(seconds_of, "scores"):
             precision = syncs[due[0]]._precision
             if len(due) == 1:
@@ -580,6 +577,22 @@ def publish(
     for sync in syncs.values():
         sync._settle()
     return reports
+
+
+def due_now(syncs: Mapping[str, WeightSync], versions: Mapping[str, int]) -> list[str]:
+    """Return the policies that this publish compares: those of version 0, and those that are due by sync.verify_every.
+
+    Without sync.verify_every, the latter are the adapters compared longest ago, at most ADAPTERS_AT_ONCE. Versions cannot give
+    them turns, because adapters of one base may have different versions and miss publishes.
+    """
+    first = [name for name in syncs if versions[name] == 0]
+    later = [name for name, s in syncs.items() if versions[name] and not (versions[name] - s._turn) % (s._every or 1)]
+    if all(sync._every is None for sync in syncs.values()):
+        later = sorted(later, key=lambda name: syncs[name]._last_compared)[:ADAPTERS_AT_ONCE]
+    now = 1 + max(sync._last_compared for sync in syncs.values())
+    for name in (*first, *later):
+        syncs[name]._last_compared = now
+    return [*first, *later]
 
 
 def _deliver_together(syncs: Mapping[str, WeightSync], versions: Mapping[str, int]) -> dict[str, Delivered]:
