@@ -68,6 +68,7 @@ class DecodeRequest:
     experts_from: index of the first token whose routed experts are recorded (router replay); None: do not record.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
     text_from: index of the token at which the returned text begins; it ends with the new tokens. None: return no text.
+    stop_from: index of the token at which the turn begins; strings of Sampling.stop do not match text before it.
     """
 
     uid: str
@@ -81,6 +82,7 @@ class DecodeRequest:
     adapter: str = ""
     adapter_version: int = 0
     text_from: int | None = None
+    stop_from: int = 0
 
     def uses(self, adapter: str | None) -> bool:
         """Return True if the request uses this adapter (empty: the bare weights; None: any)."""

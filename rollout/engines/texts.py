@@ -43,8 +43,8 @@ class Texts:
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
         """Return True if the last token completes one of the stop strings.
 
-        known: tokens of the request, before the drawn ones. Only the last n tokens are searched, where n is the length of the
-        longest stop string in bytes, because a token has at least one byte.
+        known: the tokens of the turn in the request, before the drawn ones. Only the last n tokens are searched, where n is the
+        length of the longest stop string in bytes, because a token has at least one byte.
         """
         if not stop or not drawn:
             return False

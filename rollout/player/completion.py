@@ -110,8 +110,18 @@ class Completion(_OfCompletion):
         tokens = prompt = self.of.prompt_ids
         if len(self.token_ids):
             tokens = np.concatenate([prompt, self.token_ids]).astype(np.int32, copy=False)
+        inserted = np.flatnonzero(~self.is_sampled)
+        begin = len(prompt) + (int(inserted[-1]) + 1 if len(inserted) else 0)
         return DecodeRequest(
-            self.uid, tokens, max_new_tokens, sampling, seed, self.of.ask.id, text_from=len(prompt), **more
+            self.uid,
+            tokens,
+            max_new_tokens,
+            sampling,
+            seed,
+            self.of.ask.id,
+            text_from=len(prompt),
+            stop_from=begin,
+            **more,
         )
 
     @property

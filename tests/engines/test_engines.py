@@ -112,6 +112,9 @@ def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
     tokens = np.concatenate([asks[0].token_ids, whole[0].token_ids[:end]])
     (rest,) = decoded(engine, [replace(stopping[0], token_ids=tokens, max_new_tokens=20)])
     assert rest.finish is Finish.STOP and rest.token_ids.tolist() == [ids[end]]
+    turn = replace(stopping[0], token_ids=tokens, max_new_tokens=20, stop_from=len(tokens))
+    (turn_result,) = decoded(engine, [turn])
+    assert len(turn_result.token_ids) > 1 and turn_result.token_ids[0] == ids[end]  # the first half is of another turn
 
 
 def test_the_text_of_a_completion_has_earlier_segments_too(engine, directory):

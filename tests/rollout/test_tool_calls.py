@@ -51,6 +51,7 @@ class Says:
         whole = [*self.renderer.completion_ids(words).tolist(), self.renderer.eos_id]
         begun = ids[starts[-1] + len(marks) :].tolist()
         assert whole[: len(begun)] == begun
+        assert request.stop_from == starts[-1] + len(marks)  # stop strings do not match text before the turn
         return whole[len(begun) :]
 
     def prompt(self, uid: str) -> str:

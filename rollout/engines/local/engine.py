@@ -245,7 +245,7 @@ class LocalEngine(Engine):
             self._num_decoded += 1
             sampling = row.request.sampling
             if token in sampling.stop_token_ids or self._texts.is_ended(
-                row.request.token_ids, row.tokens, sampling.stop
+                row.request.token_ids[row.request.stop_from :], row.tokens, sampling.stop
             ):
                 row.finish = Finish.STOP
             elif len(row.tokens) >= min(row.request.max_new_tokens, self._max_model_len - len(row.request.token_ids)):

@@ -400,7 +400,8 @@ class VllmEngine(Engine):
     def _is_cut(self, running: _Running) -> bool:
         """Return True if a stop string is complete; drop tokens after it, which a step with draft tokens may have added."""
         drawn, request = running.token_ids, running.request
-        end = self._texts.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
+        known = request.token_ids[request.stop_from :]
+        end = self._texts.first_end(known, drawn, request.sampling.stop, running.num_watched)
         running.num_watched = len(drawn)
         if end is not None:
             del drawn[end:]
