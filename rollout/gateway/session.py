@@ -348,7 +348,9 @@ class Session:
             text, turn_ids = begun + text, np.concatenate([agent.renderer.encode_trusted(begun), got.token_ids])
         else:
             turn_ids = got.token_ids
-        parsed = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
+        # A client that sends prompts as tokens or text gets the whole text, and sends it back.
+        is_plain = agent.reader is None or ask.prompt is not None
+        parsed = Said(text) if agent.reader is None or is_plain else agent.reader(text, turn_ids, ask)
         message = {"role": "assistant", "content": parsed.content, "tool_calls": parsed.calls}
         if parsed.reasoning is not None:
             message["reasoning"] = parsed.reasoning
@@ -411,7 +413,7 @@ def _opening(agent: Agent, ask: Ask) -> str:
 
 def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
     """Return (the text as clients get it, the stop string after it or "")."""
-    end = max((text.rfind(stop) for stop in stops if stop in text), default=len(text))
+    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
     return text[:end], text[end:]
 
 

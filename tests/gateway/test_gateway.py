@@ -422,6 +422,28 @@ def test_a_stop_string_is_reported_and_kept_once_in_the_text(model: Path) -> Non
     ]
 
 
+def test_an_answer_ends_before_the_first_of_several_stop_strings(model: Path) -> None:
+    direct = Direct(model)
+    ask = Ask("solver", prompt="3", stop=("4 5", "5"))
+    answer = asyncio.run(direct.answer(ask, "s", direct.renderer.encode_trusted("7 4 5").tolist()))
+    assert (answer.said.content, answer.stop) == ("7 ", "4 5")
+
+
+def test_a_plain_prompt_gets_the_whole_text_with_its_thoughts(model: Path) -> None:
+    """Such a client sends the text back; without the thoughts, the prompt would differ from the sample's tokens."""
+    direct = Direct(model)
+    agent = replace(direct.session.agents["solver"], reader=lambda *_: Said("5", "3 4"))
+    direct.session.agents = {"solver": agent}
+
+    async def play() -> list[str]:
+        asks = (Ask("solver", prompt="3"), Ask("solver", prompt="33 4 56"), Ask("solver", [USER]))
+        ids = direct.renderer.encode_trusted("3 4 5").tolist()
+        return [(await direct.answer(ask, "s", ids)).said.content for ask in asks]
+
+    assert asyncio.run(play()) == ["3 4 5", "3 4 5", "5"]
+    assert [call.uid for call in direct.sent] == ["", "s", ""]
+
+
 def test_rewards_are_averaged_over_answers_and_invalid_ones_fail(model: Path) -> None:
     direct = Direct(model)
 
