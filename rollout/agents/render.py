@@ -134,7 +134,9 @@ class ChatRenderer:
         if messages and all(isinstance(message, Message) for message in messages):
             self._require_all_shown(_roles(messages), True, tuple(template_options.items()))
         text = self._templated(messages, tools, template_options)
-        return self._ids(text), text.translate(self._plain)
+        shown = text.translate(self._plain)
+        self._check_programs_contents((), messages, shown, tools, template_options)
+        return self._ids(text), shown
 
     def render_cut(
         self,
@@ -200,6 +202,7 @@ class ChatRenderer:
         if all(isinstance(message, Message) for message in messages):
             self._require_all_shown(_roles([*before, *messages]), False, tuple(template_options.items()))
         after = self._templated([*before, *messages], (), template_options).partition(_ANSWER)[2]
+        self._check_programs_contents(before, messages, after.translate(self._plain), (), template_options)
         return self._ids(self._without_end(after) if has_ended else after)
 
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
@@ -358,6 +361,40 @@ class ChatRenderer:
             raise ValueError(
                 f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
                 f"(it shows {shown} of {len(roles)}); use a template that keeps system, user and assistant turns"
+            )
+
+    def _check_programs_contents(
+        self,
+        before: Sequence[Turn],
+        messages: Sequence[Turn],
+        shown: str,
+        tools: Sequence[Any],
+        template_options: Mapping[str, bool | str],
+    ) -> None:
+        """Raise ValueError if the template omits the content of a program's message, for instance because of its role.
+
+        before: turns before the messages, the last of which is _ANSWER. shown: text of the messages. The assistant's turns are
+        not checked, because templates may omit thoughts in them.
+        """
+        marks = {
+            index: _PLACEHOLDER.format(index=index)
+            for index, turn in enumerate(messages)
+            if not isinstance(turn, Message)
+            and turn["role"] != "assistant"
+            and (turn["content"] or "").strip() not in shown
+        }
+        if not marks:  # the usual case, without a second rendering
+            return
+        marked = [
+            {**turn, "content": marks[index]} if index in marks and isinstance(turn, Mapping) else turn
+            for index, turn in enumerate(messages)
+        ]
+        text = self._templated([*before, *marked], tools, template_options)
+        text = text.partition(_ANSWER)[2] if before else text
+        if (omitted := next((index for index, mark in marks.items() if mark not in text), None)) is not None:
+            raise ValueError(
+                f"it omits the content of message {omitted + 1} of {len(messages)}, whose role is "
+                f"{marked[omitted]['role']!r}; use another role, or join it with another message"
             )
 
     def encode_trusted(self, text: str) -> IntArray:

@@ -39,6 +39,8 @@ _FLAG, _OBJECT = (bool, "true or false"), (dict, "an object")
 _KINDS: dict[str, tuple[type, str]] = {"stream": _FLAG, "parallel_tool_calls": _FLAG, "return_token_ids": _FLAG}
 _KINDS |= {"stream_options": _OBJECT, "chat_template_kwargs": _OBJECT, "sampling_params": _OBJECT}
 _KINDS |= {"tools": (list, "a list")}
+_OMITTED = {"function_call": ": use tool_calls", "refusal": ": use content", "audio": "", "prefix": "", "partial": ""}
+"""Fields of messages that chat templates do not show or do not follow, and what to use instead."""
 _OF_RENDERER = {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 
 _told: set[tuple[str, str]] = set()
@@ -169,6 +171,10 @@ def chat_message(given: Any) -> ChatMessage:
     """Parse a message, with its content as one string."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise Refused(400, f"messages: expected objects with a role, found {json.dumps(given)[:200]}")
+    if found := next((name for name in _OMITTED if given.get(name)), None):
+        raise Refused(
+            400, f"messages: the field {found} is unsupported{_OMITTED[found]}; found {json.dumps(given)[:200]}"
+        )
     role = {"developer": "system", "function": "tool"}.get(given["role"], given["role"])
     message: dict[str, Any] = {"role": role, "content": text_of(given.get("content"))}
     for name in ("name", "tool_call_id"):
@@ -190,17 +196,22 @@ def text_of(content: Any) -> str:
     kinds = ("text", "input_text", "output_text")
     if not all(isinstance(part, Mapping) and part.get("type") in kinds for part in parts):
         raise Refused(400, f"content: expected text parts, found {json.dumps(content)[:200]}")
-    return "\n".join(str(part.get("text", "")) for part in parts)
+    texts = [part.get("text") for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise Refused(400, f"content: expected parts with a string as text, found {json.dumps(content)[:200]}")
+    return "\n".join(texts)
 
 
 def _call(given: Any) -> Mapping[str, Any]:
     """Parse a call, with its arguments as an object, as chat templates expect."""
-    function = given["function"]
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise Refused(400, f"messages: expected tool_calls of functions with a name, found {json.dumps(given)[:200]}")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with suppress(ValueError):  # not JSON: keep the model's text
             arguments = json.loads(arguments)
-    called = {"name": function.get("name"), "arguments": arguments}
+    called = {"name": function["name"], "arguments": arguments}
     return {"id": given.get("id"), "type": "function", "function": called}
 
 

@@ -24,6 +24,10 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     given = body.get("messages")
     if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
         raise Refused(400, "messages: expected a list of at least one message")
+    if given[-1].get("role") == "assistant":
+        raise Refused(
+            400, "messages: the last one is the assistant's, but prefilled answers are unsupported; end with user"
+        )
     turns: list[ChatMessage] = []
     system = _ATTRIBUTION.sub("", text_of(body.get("system")))
     if system:

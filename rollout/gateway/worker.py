@@ -205,15 +205,26 @@ def _told(error: BaseException) -> str:
 
 def _as_end(returned: Any) -> dict[str, Any]:
     """Convert a function's return value to the body of POST /end."""
-    if isinstance(returned, tuple):  # an environment's (end, {id of an answer: reward of the turn})
-        return {**_as_end(returned[0]), "turn_rewards": returned[1]}
+    if isinstance(returned, _Played):
+        return {**_as_end(returned.end), "turn_rewards": returned.turn_rewards}
     if returned is None:
         return {}
     if isinstance(returned, str):
         return {"answer": returned}
     if isinstance(returned, dict):
         return {"rewards": {str(name): float(value) for name, value in returned.items()}}
+    if isinstance(returned, (tuple, list)):
+        raise ValueError(
+            f"the program returned {returned!r:.200}; expected nothing, a text, a number or {{name: number}}"
+        )
     return {"reward": float(returned)}
+
+
+class _Played:
+    """Result of an environment. end: value that ended it. turn_rewards: {id of an answer: reward of the turn}."""
+
+    def __init__(self, end: Any, turn_rewards: dict[str, float]) -> None:
+        self.end, self.turn_rewards = end, turn_rewards
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -247,8 +258,8 @@ def environment_of(name: str) -> Callable[..., Any]:
     return play
 
 
-def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
-    """Play an environment to its end and return (end, {id of an answer: reward of that turn}). Each agent has its own chat."""
+def _played(environment: Any, problem: SimpleNamespace, client: Client) -> _Played:
+    """Play an environment to its end. Each agent has its own chat."""
     problem.agents = client.agents
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
@@ -280,7 +291,7 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
                     f"step returned {heard!r}; expected messages, or a pair of messages and the turn's reward"
                 )
             heard, turn_rewards[reply.id] = heard[0], float(heard[1])
-    return heard, turn_rewards
+    return _Played(heard, turn_rewards)
 
 
 def _is_end(heard: Any) -> bool:
@@ -358,7 +369,8 @@ def command_of(words: list[str]) -> Callable[..., Any]:
         groups.tell("-", process.pid)
         if process.returncode != 0:
             raise RuntimeError(f"{words[0]} ended with code {process.returncode}: {errors[-_MOST_SHOWN:]}")
-        lines = [line for line in said.splitlines() if line.strip()]
+        # Not splitlines(): JSON strings may contain other line separators, such as U+2028.
+        lines = [line for line in said.split("\n") if line.strip()]
         try:
             return json.loads(lines[-1]) if lines else None
         except ValueError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.gateway.lineage import Lineages
-from marsrl.rollout.gateway.messages_api import messages_reply
+from marsrl.rollout.gateway.messages_api import messages_reply, read_messages
+from marsrl.rollout.gateway.responses_api import read_responses
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
-from marsrl.rollout.gateway.worker import UNUSABLE
+from marsrl.rollout.gateway.worker import UNUSABLE, command_of
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.types import Fate, Finish, IntArray, Prefix, ToolCall, ToolOutput
 
@@ -334,6 +336,47 @@ def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes
             assert "I add" not in renderer.decode(direct.sent[2].token_ids)
 
 
+CALLED = {"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, "use tool_calls"),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "the field refusal is unsupported: use content"),
+        ({"role": "assistant", "content": "The answer", "prefix": True}, "the field prefix is unsupported"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALLED]}, "expected tool_calls of functions"),
+        ({"role": "assistant", "tool_calls": [{"id": "c", "function": {"arguments": "{}"}}]}, "with a name"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "expected parts with a string as text"),
+    ],
+)
+def test_a_message_part_that_would_be_lost_is_refused(message: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refused, match=says) as refused:
+        chat_message(message)
+    assert refused.value.status == 400
+
+
+def test_fields_of_messages_that_clients_send_empty_are_ignored() -> None:
+    empty = {"function_call": None, "refusal": None, "audio": None, "prefix": False, "tool_calls": None}
+    assert chat_message({"role": "assistant", "content": "7", **empty}) == {"role": "assistant", "content": "7"}
+
+
+def test_a_prefilled_answer_of_the_messages_protocol_is_refused(model: Path) -> None:
+    """Anthropic's clients expect the answer to continue the text, but a template would close that turn."""
+    agents = Direct(model).session.agents
+    chat = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "{"}]
+    with pytest.raises(Refused, match="prefilled answers are unsupported"):
+        read_messages({"model": "solver", "max_tokens": 9, "messages": chat}, agents)
+
+
+def test_several_thoughts_of_a_response_are_all_kept(model: Path) -> None:
+    items = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("a", "b")]
+    call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
+    items = [{"role": "user", "content": "3"}, *items, call, {"role": "user", "content": "4"}]
+    ask = read_responses({"model": "solver", "input": items}, Direct(model).session.agents)
+    assert [message.get("reasoning") for message in ask.messages] == [None, "ab", None]
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"reasoning": "a"}, {"reasoning": None, "reasoning_content": "a"}, {"reasoning": "a", "reasoning_content": "b"}],
@@ -465,6 +508,43 @@ def test_rewards_are_averaged_over_answers_and_invalid_ones_fail(model: Path) ->
         assert output.is_error and output.text.startswith("the program failed: ")
 
 
+SHOWS = """{% for turn in messages %}{% if turn.role in ['user', 'assistant'] %}{{ turn.content + ' ' }}{% endif %}
+{%- if turn.role == 'tool' %}{{ turn.content | tojson }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("messages", "omitted"),
+    [
+        ([("system", "3"), ("user", "4")], "content of message 1 of 2, whose role is 'system'"),
+        ([("user", "4"), ("critic", "5 6")], "content of message 2 of 2, whose role is 'critic'"),
+        ([("user", "4"), ("system", " "), ("tool", 'a "b"\nc')], ""),
+    ],
+)
+def test_a_message_that_the_template_omits_is_refused(
+    model: Path, messages: list[tuple[str, str]], omitted: str
+) -> None:
+    """In a first call, and in a later one, whose new messages are rendered alone."""
+    chat = [{"role": role, "content": content} for role, content in messages]
+
+    async def play(begins: bool) -> str:
+        direct = Direct(model)
+        direct.renderer.tokenizer.chat_template = SHOWS
+        if begins:
+            await direct.ask(Ask("solver", chat))
+        else:
+            first = {"role": "user", "content": "3"}
+            await direct.answer(Ask("solver", [first]), "s", direct.renderer.encode_trusted("7").tolist())
+            await direct.ask(Ask("solver", [first, {"role": "assistant", "content": "7"}, *chat]))
+        return direct.sent[-1].uid
+
+    for begins in (True, False):
+        if not omitted:
+            assert asyncio.run(play(begins)) == ("" if begins else "s")
+            continue
+        with pytest.raises(Refused, match="agent solver rejects these messages: it omits the " + omitted):
+            asyncio.run(play(begins))
+
+
 def test_messages_the_template_rejects_fail_with_its_message(model: Path) -> None:
     direct = Direct(model)
     direct.renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -481,6 +561,14 @@ def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_commands_json_may_contain_unusual_line_separators() -> None:
+    """JSON strings may contain U+2028 and U+0085 as they are; only a newline ends the command's last line."""
+    text = "Lima\u2028Peru\u0085"
+    play = command_of([sys.executable, "-c", f"print('log'); print({json.dumps(text, ensure_ascii=False)!r})"])
+    client = SimpleNamespace(base_url="http://x/v1", api_key="k", keyed_url="http://x/s/k/v1")
+    assert play(SimpleNamespace(id="p"), client, lambda end: None) == text
 
 
 def test_a_worker_without_a_program_says_so_and_exits_for_good() -> None:

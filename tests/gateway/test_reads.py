@@ -185,6 +185,18 @@ def test_a_step_that_returns_three_values_fails_clearly(tmp_path: Path) -> None:
     assert "step returned (1.0, 2.0, 3.0); expected messages, or a pair of messages and the turn's reward" in note
 
 
+def test_a_tuple_from_a_function_fails_by_name(tmp_path: Path) -> None:
+    """Its second value would be taken for rewards of turns, of which agents' names are none."""
+    text = """
+    def run(problem, client):
+        client.chat("solver", ["5"])
+        return 1.0, {"solver": 0.5}
+    """
+    _, sessions = credit_of(tmp_path, text)
+    note = sessions.popitem()[1][0].reward.note
+    assert "the program returned (1.0, {'solver': 0.5}); expected nothing, a text, a number or {name: number}" in note
+
+
 SUB_AGENTS = """
 def run(problem, client):
     main, report = [problem.question], []
