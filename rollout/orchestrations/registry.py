@@ -21,6 +21,25 @@ ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
     kind.name: kind for kind in (VerifierCorrector, Solver, SolverVerifier, Debate, SearchTeam, DualSystem, External)
 }
 
+_OF_LOOP = frozenset({VerifierCorrector.name})
+_READERS: Mapping[str, Mapping[str, Collection[str]]] = {
+    "rollout": {"picks": _OF_LOOP},
+    "evaluate": dict.fromkeys(("accept_after", "max_iterations", "compat", "fixed_inputs"), _OF_LOOP),
+    "agents": {
+        "pick": _OF_LOOP,
+        "pick_unparsable": _OF_LOOP,
+        "missing_verdict": {VerifierCorrector.name, SolverVerifier.name, SearchTeam.name},
+        "long_prompts": ORCHESTRATIONS.keys() - {External.name},
+    },
+}
+"""Settings that not every built-in team reads, by section and key (of each agent), with the teams that read them."""
+
+
+def ignored_by(orchestration: str, section: str) -> set[str]:
+    """Return the keys of a section that the orchestration ignores; a team of a user's file may read any."""
+    keys = _READERS.get(section, {}) if orchestration in ORCHESTRATIONS else {}
+    return {key for key, readers in keys.items() if orchestration not in readers}
+
 
 def find_orchestration(name: str) -> type[Orchestration]:
     """Return the class of this name; ValueError lists the known names, or explains the error in the file."""

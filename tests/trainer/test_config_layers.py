@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar, SerpApiSearch
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.checks.refusals import ignored_settings
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
@@ -253,6 +254,42 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
     word = "rollout.vllm.max_num_seqs=8"
     ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
     assert warned("rollout.engine=local", word) == [ignored]
+
+
+@pytest.mark.parametrize(
+    ("words", "warning"),
+    [
+        (["orchestration=solver", "rollout.picks=3"], "orchestration is solver, which ignores rollout.picks"),
+        (
+            ["orchestration=solver_verifier", "evaluate.max_iterations=3", "agents.verifier.pick=random"],
+            "orchestration is solver_verifier, which ignores evaluate.max_iterations, agents.verifier.pick",
+        ),
+        (["orchestration=solver"], ""),  # the preset's settings of another team's evaluation are left out
+        (
+            [
+                "orchestration=search_team",
+                "tools.search={kind: http, url: http://x}",
+                "agents.verifier.missing_verdict=correct",
+            ],
+            "",
+        ),
+        (
+            ["orchestration=external", "external.function=x.py:run", "agents={solver: {long_prompts: cut_left}}"],
+            "orchestration is external, which ignores agents.solver.long_prompts",
+        ),
+        (["policies.main.reference=start"], "loss.kl is none, which ignores policies.main.reference"),
+        (["loss.kind=cispo", "loss.dual_clip=3"], "loss.kind is cispo, which ignores loss.dual_clip"),
+        (
+            ["loss.correction=tis", "loss.correction_low=0.1"],
+            "loss.correction is tis, which ignores loss.correction_low",
+        ),
+        (["loss.correction_high=3"], "loss.correction is none, which ignores loss.correction_high"),
+        (["loss.correction=icepop", "loss.correction_low=0.1", "loss.correction_high=3"], ""),
+    ],
+)
+def test_settings_without_effect_are_warned_about_by_name(words: list[str], warning: str) -> None:
+    config, _ = read_config(None, ["task=math", "data.train=x.jsonl", *words])
+    assert ignored_settings(config) == ([warning] if warning else [])
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,19 @@ import os
 from marsrl.rollout.config import Settings, VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
+from marsrl.rollout.orchestrations.registry import ignored_by
 from marsrl.trainer.checks.models import find_shape, taught_shape
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.torchrun import is_rank_0
+
+_UNREAD_OF_LOSS = (
+    ("kind", "cispo", {"dual_clip"}),
+    ("correction", "none", {"correction_low", "correction_high"}),
+    ("correction", "tis", {"correction_low"}),
+    ("truncation", "refuse", {"max_support"}),
+)
+"""Choices of the loss, with keys of `loss` that they ignore."""
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -119,18 +128,35 @@ def engines_device(host: TrainerHost) -> str:
 
 
 def ignored_settings(config: RunConfig) -> list[str]:
-    """Return a warning about settings that only another engine uses, if they differ from their defaults."""
-    rollout = config.rollout
+    """Return warnings about settings that have no effect with others, if they differ from their defaults."""
+    rollout, team = config.rollout, config.orchestration
     sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":
         sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
         sections["rollout.vllm"] = rollout.vllm
-    ignored = [
+    by_engine = [
         f"{section}.{key}"
         for section, given in sections.items()
         for key in sorted(given.model_dump(exclude_defaults=True))
     ]
-    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
+    of_team: dict[str, tuple[Settings, set[str]]] = {
+        name: (getattr(config, name), ignored_by(team, name)) for name in ("rollout", "evaluate")
+    }
+    of_team |= {f"agents.{name}": (agent, ignored_by(team, "agents")) for name, agent in config.agents.items()}
+    by_team = [
+        f"{section}.{key}"
+        for section, (given, keys) in of_team.items()
+        for key in sorted(keys & given.model_dump(exclude_defaults=True).keys())
+    ]
+    causes = {f"rollout.engine is {rollout.engine}": by_engine, f"orchestration is {team}": by_team}
+    if config.loss.kl == "none":
+        trained = config.trained_policies.items()
+        causes["loss.kl is none"] = [f"policies.{n}.reference" for n, each in trained if each.reference != "none"]
+    given_loss = config.loss.model_dump(exclude_defaults=True).keys()
+    for choice, value, keys in _UNREAD_OF_LOSS:
+        if getattr(config.loss, choice) == value:
+            causes[f"loss.{choice} is {value}"] = [f"loss.{key}" for key in sorted(keys & given_loss)]
+    return [f"{cause}, which ignores {', '.join(ignored)}" for cause, ignored in causes.items() if ignored]
 
 
 def why_not_offloaded(config: RunConfig) -> str | None:

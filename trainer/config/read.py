@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import is_prompt_file
-from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
+from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names, ignored_by
 from marsrl.rollout.own_classes import is_in_memory, is_own
 from marsrl.rollout.text import in_one_line
 from marsrl.trainer.config import RunConfig
@@ -197,11 +197,14 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
     """Yield (key of a choice, section, keys of that section that belong to other choices). Malformed values are skipped.
 
-    The choices are orchestration (with its agents), the kind of a section (with its keys), and rollout.engine (with its section).
+    The choices are orchestration (with its agents, and the settings that only some teams read), the kind of a section (with its
+    keys), and rollout.engine (with its section).
     """
     if (agents := _team(merged.get("orchestration"))) is not None:
         others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)}
         yield "orchestration", "agents", others - agents
+        for section in ("rollout", "evaluate"):
+            yield "orchestration", section, ignored_by(merged["orchestration"], section)
     for name in all_keys():
         kinds = kinds_of(name)
         if (kind := kinds.get(str(_section(merged, name).get("kind")))) is not None:
