@@ -36,7 +36,7 @@ def _of_document(file: Path) -> list[object] | None:
     if not is_array and file.suffix != ".json":
         return None
     try:
-        document = json.loads(file.read_bytes().decode("utf-8-sig"))
+        document = json.loads(file.read_bytes().decode("utf-8-sig"), object_pairs_hook=_with_unique_keys)
     except UnicodeDecodeError:
         return None
     except json.JSONDecodeError as error:
@@ -58,9 +58,11 @@ def _of_document(file: Path) -> list[object] | None:
 
 def _row(line: bytes) -> Mapping[str, object] | BadLine:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_with_unique_keys)
     except UnicodeDecodeError as error:
         return BadLine(f"not UTF-8 at byte {error.start}")
+    except BadLine as reason:
+        return reason
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip()):
             return BadLine(
@@ -72,6 +74,15 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
         # For instance, a number has thousands of digits, or thousands of brackets are nested.
         return BadLine(f"not readable as JSON: {error}")
     return _object(row)
+
+
+def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; raise BadLine if it has a key twice, because json would silently keep the last value."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        key = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        raise BadLine(f"an object has the key {key!r} twice; remove one")
+    return fields
 
 
 def _object(row: object) -> Mapping[str, object] | BadLine:

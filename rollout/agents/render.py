@@ -376,25 +376,26 @@ class ChatRenderer:
         before: turns before the messages, the last of which is _ANSWER. shown: text of the messages. The assistant's turns are
         not checked, because templates may omit thoughts in them.
         """
-        marks = {
-            index: _PLACEHOLDER.format(index=index)
+        unseen = {
+            index: turn
             for index, turn in enumerate(messages)
-            if not isinstance(turn, Message)
+            if isinstance(turn, Mapping)
             and turn["role"] != "assistant"
             and (turn["content"] or "").strip() not in shown
         }
-        if not marks:  # the usual case, without a second rendering
+        if not unseen:  # the usual case, without a second rendering
             return
+        marks = {index: _PLACEHOLDER.format(index=index) for index in unseen}
         marked = [
-            {**turn, "content": marks[index]} if index in marks and isinstance(turn, Mapping) else turn
+            {**unseen[index], "content": marks[index]} if index in unseen else turn
             for index, turn in enumerate(messages)
         ]
         text = self._templated([*before, *marked], tools, template_options)
         text = text.partition(_ANSWER)[2] if before else text
         if (omitted := next((index for index, mark in marks.items() if mark not in text), None)) is not None:
             raise ValueError(
-                f"it omits the content of message {omitted + 1} of {len(messages)}, whose role is "
-                f"{marked[omitted]['role']!r}; use another role, or join it with another message"
+                f"the chat template omits the content of message {omitted + 1} of {len(messages)}, whose role is "
+                f"{unseen[omitted]['role']!r}; use another role, or join it with another message"
             )
 
     def encode_trusted(self, text: str) -> IntArray:

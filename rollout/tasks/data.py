@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
@@ -270,7 +270,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as parquet:
                 for batch in parquet.iter_batches():
-                    yield from batch.to_pylist()
+                    yield from _in_doubles(file, batch).to_pylist()
             return
         with pa.memory_map(str(file)) as source:
             is_file = source.read(6) == b"ARROW1"  # file format of polars; `datasets` writes streams
@@ -281,9 +281,31 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
             else:
                 batches = pa.ipc.open_stream(source)
             for batch in batches:
-                yield from batch.to_pylist()
+                yield from _in_doubles(file, batch).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"data: {file} cannot be read: {error}") from error
+
+
+def _in_doubles(file: Path, batch: Any) -> Any:
+    """Convert a pyarrow.RecordBatch's float32 values to the shortest decimals that round to them: 0.1, not 0.10000000149."""
+    import pyarrow as pa
+
+    names = batch.schema.names
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"data: {file} has several columns {repeated!r}; rename or remove all but one")
+
+    def replaced(kind: Any, leaf: Any) -> Any:
+        if pa.types.is_struct(kind):
+            return pa.struct([each.with_type(replaced(each.type, leaf)) for each in kind])
+        if pa.types.is_list(kind):
+            return pa.list_(replaced(kind.value_type, leaf))
+        return leaf if pa.types.is_float32(kind) else kind
+
+    columns = list(batch.columns)
+    for index, column in enumerate(columns):
+        if (as_text := replaced(column.type, pa.string())) != column.type:
+            columns[index] = column.cast(as_text).cast(replaced(column.type, pa.float64()))
+    return pa.RecordBatch.from_arrays(columns, names=names)
 
 
 def lookup(row: Mapping[str, object], key: str) -> object:
@@ -333,9 +355,7 @@ def _answer(value: object, key: str) -> str:
     if isinstance(value, bool) or value is None or not isinstance(value, str | int | float):
         raise BadLine(f"the answer ({key}) is {_kind(value)}; expected text or a number")
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise BadLine(f"the answer ({key}) is {value}; expected a finite number")
-        return str(int(value)) if value.is_integer() else repr(value)
+        return _decimal(value, key)
     text = str(value)
     if "####" in text:  # GSM8K: a worked solution, then the final answer
         text = text.rpartition("####")[2]
@@ -358,7 +378,15 @@ def _answers(value: object, key: str) -> str:
     for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
             raise BadLine(f"the answer ({key}) is {_kind(answer)}; expected text or a number, or a list of them")
-    return reference([well_formed(str(answer).strip(), f"the answer ({key})") for answer in answers])
+    texts = [_decimal(answer, key) if isinstance(answer, float) else str(answer).strip() for answer in answers]
+    return reference([well_formed(text, f"the answer ({key})") for text in texts])
+
+
+def _decimal(value: float, key: str) -> str:
+    """Write an answer that is a float: 3, not 3.0, because tables store integers with gaps as floats."""
+    if not math.isfinite(value):
+        raise BadLine(f"the answer ({key}) is {value}; expected a finite number")
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def reference(answers: Sequence[str]) -> str:

@@ -541,7 +541,9 @@ def test_a_message_that_the_template_omits_is_refused(
         if not omitted:
             assert asyncio.run(play(begins)) == ("" if begins else "s")
             continue
-        with pytest.raises(Refused, match="agent solver rejects these messages: it omits the " + omitted):
+        with pytest.raises(
+            Refused, match="agent solver rejects these messages: the chat template omits the " + omitted
+        ):
             asyncio.run(play(begins))
 
 

@@ -47,6 +47,7 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
     ("qa", {"question": "q", "golden_answers": ["a", "b"]}, reference(["a", "b"])),
     ("qa", {"question": "q", "answer": " a "}, "a"),
     ("qa", {"question": "q", "answer": ["a", 7]}, reference(["a", "7"])),
+    ("qa", {"question": "q", "answer": [1912.0, 0.5]}, reference(["1912", "0.5"])),  # integers of a column with gaps
     # Rows of Search-R1, and the rows into which Dr. MAS's script converts them.
     ("qa", {"question": "q", "prompt": [{"role": "user", "content": "long"}], "golden_answers": ["a"]}, "a"),
     ("qa", {"prompt": [ASKED], "reward_model": {"ground_truth": {"target": ["a"]}}}, "a"),
@@ -108,6 +109,9 @@ BAD: list[tuple[str, object, str]] = [
     ("qa", {"question": "q", "answer": [["a"]]}, "is list"),
     ("qa", {"question": "q", "answer": "\ud800"}, "lone surrogate"),
     ("qa", {"question": "q", "answer": True}, "is bool"),
+    ("qa", {"question": "q", "answer": ["a", float("nan")]}, "is nan; expected a finite number"),
+    ("math", '{"question": "q", "answer": "1", "answer": "2"}', "an object has the key 'answer' twice; remove one"),
+    ("math", '{"question": "q", "answer": "1", "more": {"a": 1, "a": 1}}', "the key 'a' twice"),
 ]
 
 
@@ -221,6 +225,28 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(VERL), tmp_path / "d.parquet")
     expected = [Problem(f"d.parquet:{i + 1}", f"q{i}", str(i), "math") for i in range(3)]
     assert list(read_problems(tmp_path / "d.parquet", "math").problems) == expected
+
+
+@pytest.mark.parametrize("key", ["answer", "reward_model"])
+def test_a_float32_is_read_as_its_shortest_decimal(tmp_path: Path, key: str) -> None:
+    """In double precision, 0.1 of a float32 column would be 0.10000000149, with which 0.1 is not the same answer."""
+    values = pa.array([0.1, 3.0, 1e-7], pa.float32())
+    nested = pa.StructArray.from_arrays([values, pa.array(["a"] * 3)], ["ground_truth", "style"])
+    table = pa.table({"question": ["x", "y", "z"], key: values if key == "answer" else nested})
+    pq.write_table(table, tmp_path / "d.parquet")
+    assert [problem.answer for problem in read(tmp_path / "d.parquet").problems] == ["0.1", "3", "1e-07"]
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["q"]), pa.array(["1"]), pa.array(["2"])]
+    pq.write_table(pa.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "d.parquet")
+    with pytest.raises(ValueError, match=r"d\.parquet has several columns 'answer'; rename or remove all but one"):
+        read(tmp_path / "d.parquet")
+
+
+def test_an_array_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"d\.json: .*an object has the key 'answer' twice; remove one"):
+        read(write(tmp_path / "d.json", '[{"question": "q", "answer": "1", "answer": "2"}]'))
 
 
 @pytest.mark.parametrize("layout", ["saved", "dict", "bare", "files"])

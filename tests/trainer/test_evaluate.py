@@ -20,6 +20,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import Chain
+from marsrl.rollout.tasks.data import one_spaced
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
@@ -355,7 +356,8 @@ def test_scripted_redraws_cost_but_are_not_the_solvers_draws(evaluator: Any) -> 
 
 def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
     for name, number in (("train", 20), ("aime25", 30), ("beyondaime", 100)):
-        rows = [{"question": f"{name} {i}?", "answer": str(i)} for i in range(number)] * (2 if name == "train" else 1)
+        spaces = [" ", " \n"] if name == "train" else [" "]
+        rows = [{"question": f"{name}{space}{i}?", "answer": str(i)} for space in spaces for i in range(number)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = ["task=math", f"policies.main.model={model}", f"data.train={tmp_path}/train.jsonl", f"run.dir={tmp_path}"]
@@ -364,9 +366,9 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
         return preflight(read_config(None, [*words, *more])[0], world_size=1)
 
     alone = checked()
-    held_out = {p.question for p in alone.task.held_out(100, 0)}
-    trained = {problem.question for problem in map(alone.task.problems(0), range(200))}
-    # A tenth of the 20 questions is held out; each question occurs twice.
+    held_out = {one_spaced(p.question) for p in alone.task.held_out(100, 0)}
+    trained = {one_spaced(problem.question) for problem in map(alone.task.problems(0), range(200))}
+    # A tenth of the 20 questions is held out; each question occurs twice, with different white space.
     assert len(held_out) == 2 and alone.problems.num_taken == 4
     assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
