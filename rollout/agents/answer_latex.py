@@ -31,8 +31,14 @@ _MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5
 # 10\,000, 10{,}000
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)")
 
-# Replaced before NFKC normalisation, which would turn 10² into 102, 3½ into 31/2, and ℝ into R.
+# Replaced before NFKC normalisation, which would turn 10² into 102, 101₂ into 1012, 3½ into 31/2, and ℝ into R.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+_BASE = re.compile("(?<=\\d)[₀-₉]+")
+_ROOT = re.compile(
+    r"([√∛∜])\s*(\d+(?:\.\d+)?)?"
+)  # the sign extends over a whole number, unlike \sqrt: √18 is \sqrt{18}
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_DASH_AS_MINUS = re.compile(r"(^|[$(\[{,;=<>≤≥+*/^])(\s*)[‒–](?=\s*[\d.\\(a-zA-Z√])")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
 _DELIMITED = re.compile(r"\s*(?:\$+([^$]+)\$+|\\\((.*)\\\)|\\\[(.*)\\\])\s*", re.DOTALL)
@@ -41,7 +47,7 @@ _CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 3 x 10^8
 # A dollar sign before a number ($5) is a currency, not a delimiter of mathematics.
 _DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")
-_LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
+_LOOKALIKES = str.maketrans("−‐⁄∕‘’′“”", "--//'''\"\"")
 
 _TOKEN = re.compile(
     r"\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}|\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|\d+\.\d+[eE][+-]?\d{1,3}(?!\d)|\d+[eE]\d{1,3}(?!\d)|"
@@ -70,7 +76,7 @@ _ALIASES = {
     r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", "^": "**",
     r"\leq": r"\le \leqslant <= ≤", r"\geq": r"\ge \geqslant >= ≥", "<": r"\lt", ">": r"\gt",
     r"\neq": r"\ne != ≠", "=": "==", r"\approx": "≈", r"\equiv": "≡",
-    r"\cdot": r"\times \ast * × · ⋅", "/": r"\div ÷", r"\pm": "±", r"\mp": "∓", r"\sqrt": "√", r"\infty": "∞",
+    r"\cdot": r"\times \ast * × · ⋅", "/": r"\div ÷", r"\pm": "±", r"\mp": "∓", r"\infty": "∞",
     r"\cup": "∪", r"\cap": "∩", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
     r"\setminus": r"\backslash \smallsetminus ∖", r"\{": r"\lbrace", r"\}": r"\rbrace", "[": r"\lbrack", "]": r"\rbrack",
     "|": r"\lvert \rvert \vert \mid", ":": r"\colon", "%": r"\%", "'": r"\prime",
@@ -89,6 +95,9 @@ _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1, "\\pmod": 
 
 def one_form(text: str) -> str:
     """Return the text with one character for each meaning, and with \\text{} around words inside font commands."""
+    text = "".join(char for char in text if unicodedata.category(char) != "Cf")  # invisible, such as U+200B
+    text = _ROOT.sub(lambda found: _ROOTS[found[1]] + (f"{{{found[2]}}}" if found[2] else " "), text)
+    text = _BASE.sub(lambda found: f"_{{{found[0]}}}", text)
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0]}}}", text)
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
@@ -97,6 +106,7 @@ def one_form(text: str) -> str:
         text = next(filter(None, delimited.groups()), "")
     if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
         text = boxed[1]
+    text = _DASH_AS_MINUS.sub(r"\1\2-", text.strip())
     text = _TIMES_TEN.sub(r"\\times ", text)
     text = _CROSS_PRODUCT.sub(r"\1\\crossproduct", text)
     for _ in range(_MOST_NESTED):

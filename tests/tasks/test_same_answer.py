@@ -33,6 +33,15 @@ def test_every_answer_is_the_same_as_itself() -> None:
     assert [text for text in texts if not (same_answer(text, text) and same_answer(text, f"${text}$"))] == []
 
 
+@pytest.mark.parametrize("mark", ["\u200b", "\u2060", "\ufeff", "\u00ad", "\u200e"])
+@pytest.mark.parametrize("answer", ["42", "Lima", "x^2+1", "(C)"])
+def test_invisible_characters_change_no_answer(mark: str, answer: str) -> None:
+    for changed in (mark + answer, answer + mark, answer[:1] + mark + answer[1:]):
+        assert (
+            same_answer(answer, changed) and same_answer(changed, answer) and answer_key(changed) == answer_key(answer)
+        )
+
+
 ONE_WAY = [  # (reference, answer) whose result changes if the two swap roles
     ("0.5", "0.5\\%"),
     ("1", "1%"),
