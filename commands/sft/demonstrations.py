@@ -18,6 +18,8 @@ from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import PLACEHOLDERS
+from marsrl.rollout.gateway.chat_api import chat_message
+from marsrl.rollout.gateway.chats import Refused
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.tasks.registry import prompts_of
@@ -115,6 +117,8 @@ class _Reader:
         else:
             prompt = self._prompt(row.get("prompt"), writer, self._renderers[policy])
             completion = _text(row, "completion")
+        if not completion.strip():
+            raise BadLine("the completion is empty; expected text")
         sequence = self._tokens[policy].sequence(prompt, completion, self.writers.index(writer), uid=uid)
         if not len(sequence.prompt_ids):
             raise BadLine("the prompt is empty; expected at least one token, which predicts the completion's first one")
@@ -150,10 +154,17 @@ class _Reader:
         well_formed(json.dumps([messages, tools], ensure_ascii=False), "messages")
         if field := next((name for name in _THOUGHTS if last.get(name)), None):
             raise BadLine(f"messages: {field} is not supported; put the reasoning into content, as the model writes it")
+        if last.get("weight") == 0:
+            raise BadLine(
+                "messages: weight of the last message is 0, but it is the completion; remove the line or the weight"
+            )
         options = self._options(writer)
         try:
-            prompt, text = renderer.render(prompt_messages, tools, **options)
-            calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
+            # As programs' messages: arguments of tool calls, which are JSON in a string, become objects.
+            prompt, text = renderer.render([chat_message(each) for each in prompt_messages], tools, **options)
+            calls = renderer.turn_text(chat_message(last), tools, **options) if last.get("tool_calls") else ""
+        except Refused as error:
+            raise BadLine(str(error)) from error
         except (ValueError, TypeError) as error:
             raise BadLine(f"messages: the chat template rejects them: {error}") from error
         content = last.get("content") or ""

@@ -381,7 +381,7 @@ class ChatRenderer:
             for index, turn in enumerate(messages)
             if isinstance(turn, Mapping)
             and turn["role"] != "assistant"
-            and (turn["content"] or "").strip() not in shown
+            and (turn.get("content") or "").strip() not in shown
         }
         if not unseen:  # the usual case, without a second rendering
             return

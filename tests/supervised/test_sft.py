@@ -311,6 +311,19 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
         assert len(read({"messages": without}, renderer=thinks).lines) == 1
 
 
+def test_arguments_of_calls_may_be_objects_or_json_in_a_string(read: Read, renderer: ChatRenderer) -> None:
+    """A template that writes arguments with tojson would write such a string in quotes, and the model would learn that."""
+    output = {"role": "tool", "content": "4"}
+    sequences = []
+    for arguments in ({"a": 2, "b": 2}, '{"a": 2, "b": 2}'):
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+        (line,) = read({"messages": [CHAT[0], calls, output, calls]}).lines
+        sequences.append((renderer.decode(line.sequence.prompt_ids), renderer.decode(line.sequence.token_ids)))
+    assert sequences[0] == sequences[1]
+    assert all('{"name": "add", "arguments": {"a": 2, "b": 2}}' in text for text in sequences[0])
+
+
 def test_a_demonstration_trains_the_policy_of_its_agent(read: Read) -> None:
     """If several policies are trained, a demonstration must name its agent."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
@@ -355,6 +368,13 @@ def test_an_agents_template_options_reach_its_lines_alone(read: Read, tmp_path: 
         (
             {"messages": [*CHAT, {"role": "assistant", "content": "4", "reasoning": "a"}]},
             "messages: reasoning is not supported",
+        ),
+        ({"messages": [*CHAT, {"role": "assistant", "content": "4", "weight": 0}]}, "weight of the last message is 0"),
+        ({"messages": [*CHAT, {"role": "assistant", "content": ""}]}, "the completion is empty"),
+        ({"prompt": "a", "completion": " "}, "the completion is empty"),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}]},
+            "expected tool_calls of functions with a name",
         ),
         ({"prompt": "a", "completion": "\ud800"}, "completion has a lone surrogate"),
     ],
