@@ -24,9 +24,9 @@ from marsrl.rollout.tasks.data import one_spaced
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.draws import Kept, Said, read_draws
+from marsrl.trainer.evaluate.draws import Draw, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
-from marsrl.trainer.evaluate.score import at_k, eval_metrics, majorities, pass_at
+from marsrl.trainer.evaluate.score import Scorer, at_k, eval_metrics, majorities, pass_at
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.summary import Evaluation
 
@@ -157,6 +157,25 @@ def test_a_missing_verdict_is_an_error_not_an_acceptance(evaluator: Any) -> None
     assert verifier.missing == 1 and result.agents["solver"].missing == 0
     metrics = eval_metrics(result)
     assert metrics["eval/verifier1/missing"] == 1 and metrics["eval/solver/missing"] == 0
+
+
+def test_failed_and_unknown_draws_are_noted_with_a_reason() -> None:
+    """The team's own metrics are means over draws that did not fail, because failed ones have none."""
+    why = "the program failed: Traceback:\n  line 3\nValueError: no\n"
+    ended = ((1.0, {"calls": 3.0}, ""), (0.0, {}, why), (None, {"calls": 1.0}, ""), (0.0, {}, why))
+    draws = [
+        Draw(
+            of="", problem="p", question=f"q{i}", system=Said(correct=it), alone=None, calls=[], team=team, error=error
+        )
+        for i, (it, team, error) in enumerate(ended)
+    ]
+    result = Scorer((), {}).evaluation(draws, {})
+    assert (result.system.n, result.system.mean, result.team) == (3, pytest.approx(1 / 3), {"calls": 2.0})
+    assert result.notes == (
+        "2 of 4 draws failed and count as wrong; the first: ValueError: no",
+        "1 of 4 draws have no known correctness and are left out",
+    )
+    assert Scorer((), {}).evaluation(draws[:1], {}).notes == ()
 
 
 def test_prompts_too_long_count_as_wrong_and_cut_ones_are_asked(evaluator: Any) -> None:

@@ -18,8 +18,10 @@ from marsrl.trainer.evaluate.intervals import Statistic, estimate_of, mean_of, r
 from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
 from marsrl.trainer.report.unread import Ended, unread
+from marsrl.trainer.visible import visible
 
 ORDERS = 64  # number of random orders of a problem's draws; the first k draws of each order are a sample
+_MOST_SHOWN = 200  # characters of an error
 _RIGHT = "\x00right"  # all right answers count as one, however they are written
 
 
@@ -43,7 +45,8 @@ class Scorer:
         calls = [call for draw in draws for call in draw.calls]
         calls += [answer.call for answers in fixed.values() for answer in answers]
         told = [unread(spec.name, self.forms.get(spec.name, ""), _ended(spec.name, calls)) for spec in self.specs]
-        whole = self._of(draws, fixed).model_copy(update={"notes": tuple(filter(None, told))})
+        notes = (*_uncounted(draws), *filter(None, told))
+        whole = self._of(draws, fixed).model_copy(update={"notes": notes})
         if set(names) <= {""}:
             return whole
         sets = {name: self._of([draw for draw in draws if draw.of == name], {}) for name in names}
@@ -186,10 +189,23 @@ def _ended(agent: str, calls: Iterable[Call]) -> list[Ended]:
 
 
 def _means(draws: Sequence[Draw]) -> dict[str, float]:
+    """Return the means of the team's metrics over the draws that did not fail; failed ones have none."""
     total: Counter[str] = Counter()
-    for draw in draws:
+    ended = [draw for draw in draws if not draw.error]
+    for draw in ended:
         total.update(draw.team)
-    return {name: value / len(draws) for name, value in total.items()}
+    return {name: value / len(ended) for name, value in total.items()}
+
+
+def _uncounted(draws: Sequence[Draw]) -> list[str]:
+    """Return sentences about draws that failed, and about draws whose correctness is unknown."""
+    notes, failed = [], [draw for draw in draws if draw.error]
+    if failed:
+        why = visible(failed[0].error.strip().splitlines()[-1][:_MOST_SHOWN])
+        notes.append(f"{len(failed)} of {len(draws)} draws failed and count as wrong; the first: {why}")
+    if unknown := sum(draw.system.correct is None for draw in draws):
+        notes.append(f"{unknown} of {len(draws)} draws have no known correctness and are left out")
+    return notes
 
 
 def eval_metrics(evaluation: Evaluation) -> dict[str, float]:

@@ -194,7 +194,8 @@ class Evaluation(Schema):
     judge: usage of the model judge there; null without one. latency: latency of these episodes; null if not measured.
     team: means of the orchestration's own metrics in the same episodes.
     league: games against past versions; null without a league, and for the first version.
-    notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).
+    notes: sentences about draws that failed or have no known correctness, and about each agent with more than a fifth of its
+        completions cut or unreadable (trainer/report/unread.py).
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
