@@ -56,14 +56,14 @@ class Client:
         self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
         self.keyed_url = f"{base_url[: -len('/v1')]}/s/{api_key}/v1"
 
-    def chat(
-        self, agent: str, messages: list[Any], headers: dict[str, str] | None = None, **more: Any
-    ) -> SimpleNamespace:
+    def chat(self, agent: str, messages: Any, headers: dict[str, str] | None = None, **more: Any) -> SimpleNamespace:
         """Call the agent through /v1/chat/completions; returns id, message (a dict to append to the messages), text, finish.
 
-        Strings among the messages are user turns. headers: additional request headers, such as X-Marsrl-Lineage.
+        messages: a list of messages, in which a string is a user turn; or a single message or string. headers: additional
+        request headers, such as X-Marsrl-Lineage.
         """
-        turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
+        given = [messages] if isinstance(messages, (str, dict)) else messages
+        turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in given]
         body = {"model": agent, "messages": turns, **more}
         reply = _request(f"{self.base_url}/chat/completions", self.api_key, body, _LONGEST_S, headers)
         choice = reply["choices"][0]
@@ -72,7 +72,7 @@ class Client:
             id=reply["id"], message=message, text=message.get("content") or "", finish=choice["finish_reason"]
         )
 
-    async def achat(self, agent: str, messages: list[Any], *given: Any, **more: Any) -> SimpleNamespace:
+    async def achat(self, agent: str, messages: Any, *given: Any, **more: Any) -> SimpleNamespace:
         """Call the agent as `chat` does, in an async function."""
         return await asyncio.get_running_loop().run_in_executor(
             None, lambda: self.chat(agent, messages, *given, **more)

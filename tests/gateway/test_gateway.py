@@ -21,6 +21,7 @@ from thinking_templates import TEMPLATES, renderer_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.gateway import worker
 from marsrl.rollout.gateway.calls import SESSION, Call, Origin, Reply, SessionEnd
 from marsrl.rollout.gateway.chat_api import chat_message, read_chat
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused, Said
@@ -563,6 +564,17 @@ def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_single_text_or_message_is_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterating over a text would send each of its characters as a turn."""
+    sent: list[Any] = []
+    reply = {"id": "x", "choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]}
+    monkeypatch.setattr(worker, "_request", lambda url, key, body, *more: sent.append(body["messages"]) or reply)
+    client = worker.Client("http://x/v1", "k", "1", ["solver"])
+    for messages in (USER["content"], USER, [USER["content"]], [USER], (USER,)):
+        assert client.chat("solver", messages).text == "7"
+    assert sent == [[USER]] * 5
 
 
 def test_a_commands_json_may_contain_unusual_line_separators() -> None:
