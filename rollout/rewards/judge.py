@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -34,6 +35,7 @@ An answer that cannot be judged gets a missing reward. If the future raises, the
 
 MATH_JUDGE = f"{__name__}:math_judge"
 _MEMORY_BYTES = 4 << 30
+_ROUNDING = 1e-9  # largest rounding error of a reward of 0 or 1
 
 
 def known(reward: Reward) -> Future[Reward]:
@@ -165,9 +167,15 @@ def math_judge() -> Callable[[Problem, str], bool]:
 
 
 def _checked(value: object) -> float:
-    """Return the judge's value if it is a valid reward; ValueError for anything else, including NaN."""
-    if isinstance(value, Real | np.bool_) and 0 <= float(value) <= 1:
-        return float(value)
+    """Return the judge's value if it is a valid reward; ValueError for anything else, including NaN.
+
+    A value that differs from 0 or 1 only by rounding is 0 or 1: only 1 counts as right, and 0.7 + 0.2 + 0.1 is below 1.
+    """
+    number = float(value) if isinstance(value, Real | np.bool_) else math.nan
+    for limit in (0.0, 1.0):
+        number = limit if abs(number - limit) < _ROUNDING else number
+    if 0 <= number <= 1:
+        return number
     raise ValueError(f"returned {value!r:.60}; expected a number from 0 to 1")
 
 

@@ -185,6 +185,7 @@ def compare(problem, answer):
         return float(bool(sys.stdin.readline()))
     return VALUES[answer] if answer in VALUES else answer == problem.answer
 VALUES = {"seven": 7, "nan": float("nan"), "word": "0.5", "none": None, "part": 0.25}
+VALUES |= {"below": 0.7 + 0.2 + 0.1, "above": 0.1 + 0.7 + 0.2 + 1e-15, "negative": 0.3 - 0.2 - 0.1}
 """
 
 
@@ -208,6 +209,7 @@ MISSING = {"die": "code 7", "raise": "RecursionError", "memory": "MemoryError", 
 MISSING |= {"word": "0.5", "seven": "returned 7; expected a number from 0 to 1"}
 # Requests do not reach the judge's standard input.
 REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
+REWARDS |= {"below": 1.0, "above": 1.0, "negative": 0.0}  # differ from 1 or 0 by rounding
 
 
 def test_judge_failures_and_invalid_rewards_are_missing(odd_judge: str, caplog: pytest.LogCaptureFixture) -> None:
