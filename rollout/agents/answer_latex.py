@@ -28,17 +28,16 @@ _UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*
 _UNIT_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}|[a-zA-Z])\s*\}")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|(?:\^\s*)?\\degree(?![a-zA-Z])")
 _MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5)
-# 10\,000, 10{,}000
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)")
+# 10\,000, 10{,}000, 10'000
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*|')(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*(?:\.\d+)?$)")
 
 # Replaced before NFKC normalisation, which would turn 10² into 102, 101₂ into 1012, 3½ into 31/2, and ℝ into R.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _BASE = re.compile("(?<=\\d)[₀-₉]+")
-_ROOT = re.compile(
-    r"([√∛∜])\s*(\d+(?:\.\d+)?)?"
-)  # the sign extends over a whole number, unlike \sqrt: √18 is \sqrt{18}
+# The sign extends over a whole number, unlike \sqrt: √18 is \sqrt{18}.
+_ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?)?")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
-_DASH_AS_MINUS = re.compile(r"(^|[$(\[{,;=<>≤≥+*/^])(\s*)[‒–](?=\s*[\d.\\(a-zA-Z√])")
+_DASH_AS_MINUS = re.compile(r"(^|[$(\[{,;=<>≤≥+*/^])(\s*)[‒-―](?=\s*[\d.\\(a-zA-Z√])")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
 _DELIMITED = re.compile(r"\s*(?:\$+([^$]+)\$+|\\\((.*)\\\)|\\\[(.*)\\\])\s*", re.DOTALL)
@@ -104,8 +103,9 @@ def one_form(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
     while delimited := _DELIMITED.fullmatch(text):
         text = next(filter(None, delimited.groups()), "")
-    if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
-        text = boxed[1]
+    for _ in range(_MOST_NESTED):
+        if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
+            text = boxed[1]
     text = _DASH_AS_MINUS.sub(r"\1\2-", text.strip())
     text = _TIMES_TEN.sub(r"\\times ", text)
     text = _CROSS_PRODUCT.sub(r"\1\\crossproduct", text)

@@ -320,6 +320,11 @@ def _same_several(reference: Several, answer: Several) -> bool:
                 return False
             del rest[same]
         return True
+    if kinds == {":"}:  # 2:4:6 equals 1:2:3
+        ratios = (
+            [["(", *part, ")", ":", "(", *each.parts[0], ")"] for part in each.parts] for each in (reference, answer)
+        )
+        return all(map(same_parts, *ratios))
     return (len(kinds) == 1 or kinds == {"", "("}) and all(map(same_parts, reference.parts, answer.parts))
 
 

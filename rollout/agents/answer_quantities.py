@@ -18,24 +18,26 @@ from typing import NamedTuple
 from marsrl.rollout.agents.answer_latex import Tokens, stripped
 from marsrl.rollout.agents.answer_values import constant, same_value
 
-_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\s*\{?(\d{1,1000})\}?\s*\{?(\d{1,1000})\}?")
+_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\s*(?:\{(\d{1,1000})\}|(\d))\s*(?:\{(\d{1,1000})\}|(\d))")  # \frac12
 _NUMBER = re.compile(
     r"([+-]?)\s*(\d{1,3}(?:,\d{3})+|\d{1,1000}|(?=\.\d))(\.\d{0,1000})?"
     r"(?:e([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?)?(?:\s*/\s*(\d{1,1000}))?",
     re.IGNORECASE,
 )
-_MIXED = re.compile(r"([+-]?)(\d{1,1000}) (\d{1,1000}\s*/\s*\d{1,1000})")  # 1 1/2
+_MIXED = re.compile(r"([+-]?)(\d{1,1000}) ?((?<= )\d{1,1000}\s*/\s*\d{1,1000}|\\[dtc]?frac.*)")  # 1 1/2, 1\frac12
 _POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
     r"([+-]?)(\d{0,100})\.(\d{0,100}?)(?:\\(?:overline|bar)\s*\{(\d{1,100})\}|\((\d{1,100})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
 )
+_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(?:(\d{0,100})\\dot\s*\{?(\d)\}?)?$")  # 0.\dot{3}, 0.\dot{1}2\dot{3}
 _ROUNDED_DIGITS = 6  # a decimal with this many significant digits also equals values that round to it
 
 
 def number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal, a fraction of integers or a mixed number; None for anything else."""
+    text = _DOTTED.sub(lambda match: rf"\overline{{{''.join(filter(None, match.groups()))}}}", text)
     if match := _FRACTION.fullmatch(text):
-        sign, over, under = match.groups()
+        sign, over, under = match[1], match[2] or match[3], match[4] or match[5]
         exponent = "0"
     elif match := _NUMBER.fullmatch(text):
         sign, under, exponent = match[1], match[6] or "1", match[4] or match[5] or "0"
@@ -68,8 +70,25 @@ _OTHERS = {
     "euro": "eur €", "pound sterling": "£ gbp", "yen": "¥", "rupee": "₹", "°": "degree deg", "°C": "celsius", "°F": "fahrenheit",
     "rad": "radian", "%": "percent pct percentage",
 }  # fmt: skip
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_PARTS = {
+    "half": 2, "halve": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10,
+    "hundredth": 100, "thousandth": 1000, "millionth": 10**6,
+}  # fmt: skip
+"""fractions in words (3 fifths); quarters may be coins"""
+_SCALES: dict[str, int | Fraction] = {
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
+_SCALES |= {f"{name}{plural}": Fraction(1, parts) for name, parts in _PARTS.items() for plural in ("", "s")}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_POWERS_AFTER = {"squared": 2, "cubed": 3}  # 5 meters squared
+_NO_UNITS = frozenset(
+    ["plus", "minus", "over", "divided", "multiplied", "factorial", "mod", "modulo", "choose"]
+)  # 5 minus one
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"
@@ -166,7 +185,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
     for pattern, name in _SPELLINGS:
         text = pattern.sub(name, text)
     units: list[tuple[str, Fraction, int]] = []  # (name, size in base units, power)
-    count = sign = power = 1
+    count, sign, power = Fraction(1), 1, 1
     at = 0
     while at < len(text):
         if (match := _PIECE.match(text, at)) is None:
@@ -174,11 +193,13 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         at = match.end()
         per, exponent, name = match.groups()
         word = (name or "").lower()
+        if word in _NO_UNITS or (word in _POWERS_AFTER and not units):
+            return None
         if per:
             sign = -1
-        elif exponent and units:
+        elif (exponent or word in _POWERS_AFTER) and units:
             base, factor, before = units.pop()
-            units.append((base, factor, before * int(exponent)))
+            units.append((base, factor, before * int(exponent or _POWERS_AFTER[word])))
         elif word in _POWERS:
             power = _POWERS[word]
         elif word in _SCALES and not units:
@@ -194,8 +215,8 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
     powers: Counter[str] = Counter()
     for base, _, power in units:
         powers[base] += power
-    if count > 1:
-        number = ["(", *number, ")", "\\cdot", str(count)]
+    if count != 1:
+        number = _times(number, count)
     return Quantity(
         number,
         tuple(sorted(powers.items())),
@@ -219,12 +240,12 @@ def same_quantity(reference: Tokens, answer: Tokens) -> bool:
         return base[1].lower() == other_base[1].lower() and base[2] == other_base[2]
     if base or other_base:  # the base may be omitted
         digits, bare = (base, answer) if base else (other_base, reference)
-        return digits is not None and digits[1].lower() == "".join(bare).lower()
+        return digits is not None and _is_in_base(*digits.groups()) and digits[1].lower() == "".join(bare).lower()
     a, b = quantity(reference), quantity(answer)
     if a and b and a.unit and b.unit:
         if a.scale == b.scale:
             return a.unit == b.unit and _same_number(a.number, b.number)
-        return a.unit == b.unit and _same_number(_scaled(a), _scaled(b))
+        return a.unit == b.unit and _same_number(_times(a.number, a.scale), _times(b.number, b.scale))
     if a and a.unit == _PERCENT:
         return _same_number(a.number, answer) or _same_number(_hundredth(a.number), answer)
     if b and b.unit == _PERCENT:
@@ -236,12 +257,16 @@ def same_quantity(reference: Tokens, answer: Tokens) -> bool:
     return _same_number(a.number if a else reference, b.number if b else answer)
 
 
+def _is_in_base(digits: str, base: str) -> bool:
+    return all(int(digit, 16) < int(base) for digit in digits)
+
+
 def _hundredth(part: Tokens) -> list[str]:
     return ["(", *part, ")", "/", "100"]
 
 
-def _scaled(value: Quantity) -> list[str]:
-    return ["(", *value.number, ")", "\\cdot", "(", str(value.scale.numerator), "/", str(value.scale.denominator), ")"]
+def _times(number: Tokens, factor: Fraction) -> list[str]:
+    return ["(", *number, ")", "\\cdot", "(", str(factor.numerator), "/", str(factor.denominator), ")"]
 
 
 def _same_number(reference: Tokens, answer: Tokens) -> bool:

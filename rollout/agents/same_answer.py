@@ -16,13 +16,15 @@ from marsrl.rollout.agents.answer_latex import joined, nesting, normal, one_form
 from marsrl.rollout.agents.answer_parts import same_parts
 from marsrl.rollout.agents.answer_quantities import number, quantity
 
-_SPACE = re.compile(r"\\[,;:! ]|\\q?quad\b|~|\s+")
+_SPACE = re.compile(r"\\[,;:! ]|\\q?quad\b|\\(?:display|text)style\b|~|\s+")
 _EDGES = ' $"`*'
 _QUOTED = re.compile(r"'(.*)'", re.DOTALL)
 
 _BRACKETED_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)", re.IGNORECASE)
-_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)(?:\s.*)?|([A-Z])", re.DOTALL)
-_CHOSEN = re.compile(r"\(\s*([A-Z])\s*\)(?:\s.*)?|([A-Z])(?:[).:](?:\s.*)?)?", re.DOTALL | re.IGNORECASE)
+# Text after a choice's letter must not name another choice: (A) or (B), A) B).
+_AFTER_CHOICE = r"(?:\s(?!\s*(?:or|and)\b|\s*[&/,])(?!.*(?<!\S)\(?\s*(?-i:[A-Z])\s*\)(?!\w)).*)?"
+_CHOICE = re.compile(rf"\(\s*([A-Z])\s*\){_AFTER_CHOICE}|([A-Z])", re.DOTALL)
+_CHOSEN = re.compile(rf"\(\s*([A-Z])\s*\){_AFTER_CHOICE}|([A-Z])(?:[).:]{_AFTER_CHOICE})?", re.DOTALL | re.IGNORECASE)
 _DATE_OR_TIME = re.compile(
     r"\d{4}-\d{1,2}-\d{1,2}.*|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}|\d{1,2}:\d{2}(:\d{2}|\s*[ap]\.?m\.?)|"
     r"\d{1,2}(st|nd|rd|th)?( of)? (jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sep(t|tember)?|"
