@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
@@ -21,14 +21,20 @@ from marsrl.rollout.tasks.placeholders import is_placeholder, shared
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.types import Problem
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 # docs/data.md lists these keys.
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
 ANSWER_KEYS = (
     *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),
     *("reward_model.ground_truth", "ground_truth", "solution"),
 )
-_SHARD = re.compile(r"-\d+-of-\d+")  # train-00000-of-00002.parquet
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+# A word of the file's name: train-00000-of-00002.parquet, gsm8k-test.arrow, my_trainset.jsonl.
+_SPLIT = re.compile(
+    r"(?<![^\W_])(train|test|validation|valid|val|dev|eval|evaluation)(?:ing|set)?(?![^\W\d_])", re.IGNORECASE
+)
+_SHORT_FLOAT = re.compile(r"\b(?:half)?float\b")  # pyarrow's names of 16-bit and 32-bit floats; double has 64
 _MOST_SHOWN = 5  # answers listed in a warning
 _THOUSANDS = re.compile(r"\s*[-+$]*\d{1,3}(,\d{3})+(\.\d+)?\s*")
 
@@ -229,11 +235,13 @@ def data_files(path: Path) -> list[Path]:
                 "again"
             )
         return [path / Path(shard["filename"]).name for shard in state["_data_files"]]
-    for ending in ("arrow", "parquet", "jsonl"):
-        if files := sorted(path.glob(f"*.{ending}")):
-            split_of = {file: name for file in files if (name := _SHARD.sub("", file.stem)) in _SPLITS}
-            split = _split(path, sorted({*split_of.values()})) if split_of else None
-            return [file for file in files if split_of.get(file, split) == split]
+    endings = ("arrow", "parquet", "jsonl")
+    if files := sorted(file for ending in endings for file in path.glob(f"*.{ending}")):
+        split_of = {file: match[1].lower() for file in files if (match := _SPLIT.search(file.stem))}
+        split = _split(path, sorted({*split_of.values()})) if split_of else None
+        files = [file for file in files if split_of.get(file, split) == split]
+        ending = next(ending for ending in endings if any(file.suffix == f".{ending}" for file in files))
+        return [file for file in files if file.suffix == f".{ending}"]
     # Search only two levels: searching a whole home directory or disk would take minutes.
     below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
     folders = sorted({file.parent for pattern in below for file in path.glob(pattern)})
@@ -270,7 +278,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as parquet:
                 for batch in parquet.iter_batches():
-                    yield from _in_doubles(file, batch).to_pylist()
+                    yield from _batch_rows(batch, file)
             return
         with pa.memory_map(str(file)) as source:
             is_file = source.read(6) == b"ARROW1"  # file format of polars; `datasets` writes streams
@@ -281,31 +289,30 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
             else:
                 batches = pa.ipc.open_stream(source)
             for batch in batches:
-                yield from _in_doubles(file, batch).to_pylist()
+                yield from _batch_rows(batch, file)
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"data: {file} cannot be read: {error}") from error
 
 
-def _in_doubles(file: Path, batch: Any) -> Any:
-    """Convert a pyarrow.RecordBatch's float32 values to the shortest decimals that round to them: 0.1, not 0.10000000149."""
-    import pyarrow as pa
+def _batch_rows(batch: pa.RecordBatch, file: Path) -> Iterator[Mapping[str, object]]:
+    if repeated := sorted(name for name, count in Counter(batch.schema.names).items() if count > 1):
+        raise ValueError(f"data: {file} has several columns called {', '.join(repeated)}; rename all but one of each")
+    inexact = {column.name: column.type for column in batch.schema if _SHORT_FLOAT.search(str(column.type))}
+    for row in batch.to_pylist():
+        yield row | {name: _shortest(row[name], kind) for name, kind in inexact.items()}
 
-    names = batch.schema.names
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"data: {file} has several columns {repeated!r}; rename or remove all but one")
 
-    def replaced(kind: Any, leaf: Any) -> Any:
-        if pa.types.is_struct(kind):
-            return pa.struct([each.with_type(replaced(each.type, leaf)) for each in kind])
-        if pa.types.is_list(kind):
-            return pa.list_(replaced(kind.value_type, leaf))
-        return leaf if pa.types.is_float32(kind) else kind
-
-    columns = list(batch.columns)
-    for index, column in enumerate(columns):
-        if (as_text := replaced(column.type, pa.string())) != column.type:
-            columns[index] = column.cast(as_text).cast(replaced(column.type, pa.float64()))
-    return pa.RecordBatch.from_arrays(columns, names=names)
+def _shortest(value: Any, kind: pa.DataType) -> Any:
+    """Return the value with the shortest decimals for 16-bit and 32-bit floats: 0.1, where float() gives 0.10000000149011612."""
+    if value is None:
+        return None
+    if _SHORT_FLOAT.fullmatch(str(kind)):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict):
+        return {name: _shortest(inner, kind.field(name).type) for name, inner in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):  # a map's items are lists too
+        return [_shortest(inner, kind.value_type) for inner in value]
+    return value
 
 
 def lookup(row: Mapping[str, object], key: str) -> object:
@@ -354,9 +361,7 @@ def _answer(value: object, key: str) -> str:
         value = value[0]
     if isinstance(value, bool) or value is None or not isinstance(value, str | int | float):
         raise BadLine(f"the answer ({key}) is {_kind(value)}; expected text or a number")
-    if isinstance(value, float):
-        return _decimal(value, key)
-    text = str(value)
+    text = _text(value, key)
     if "####" in text:  # GSM8K: a worked solution, then the final answer
         text = text.rpartition("####")[2]
         text = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
@@ -370,6 +375,15 @@ def _answer(value: object, key: str) -> str:
     return well_formed(text.strip(), f"the answer ({key})")
 
 
+def _text(value: str | float, key: str) -> str:
+    """Return an answer as text; 70 for 70.0. Raises BadLine for NaN and infinity."""
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        raise BadLine(f"the answer ({key}) is {value}; expected a finite number")
+    return str(int(value)) if value.is_integer() else repr(value)
+
+
 def _answers(value: object, key: str) -> str:
     """Combine a question's right answers into one reference (see `reference`)."""
     answers = value if isinstance(value, list) else [value]
@@ -378,15 +392,7 @@ def _answers(value: object, key: str) -> str:
     for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
             raise BadLine(f"the answer ({key}) is {_kind(answer)}; expected text or a number, or a list of them")
-    texts = [_decimal(answer, key) if isinstance(answer, float) else str(answer).strip() for answer in answers]
-    return reference([well_formed(text, f"the answer ({key})") for text in texts])
-
-
-def _decimal(value: float, key: str) -> str:
-    """Write an answer that is a float: 3, not 3.0, because tables store integers with gaps as floats."""
-    if not math.isfinite(value):
-        raise BadLine(f"the answer ({key}) is {value}; expected a finite number")
-    return str(int(value)) if value.is_integer() else repr(value)
+    return reference([well_formed(_text(answer, key).strip(), f"the answer ({key})") for answer in answers])
 
 
 def reference(answers: Sequence[str]) -> str:

@@ -51,6 +51,7 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
     # Rows of Search-R1, and the rows into which Dr. MAS's script converts them.
     ("qa", {"question": "q", "prompt": [{"role": "user", "content": "long"}], "golden_answers": ["a"]}, "a"),
     ("qa", {"prompt": [ASKED], "reward_model": {"ground_truth": {"target": ["a"]}}}, "a"),
+    ("qa", {"question": "q", "answer": [70.0, 0.5]}, reference(["70", "0.5"])),
     ("qa", {"question": "q", "answer": "it is #### 7"}, "it is #### 7"),  # GSM8K's mark has no meaning here
 ]
 
@@ -272,6 +273,13 @@ def test_dataset_directories_are_read_in_shard_order(tmp_path: Path, layout: str
         ("test.jsonl train.jsonl", "train.jsonl"),
         ("test-0-of-1.jsonl train-0-of-2.jsonl train-1-of-2.jsonl", "train-0-of-2.jsonl train-1-of-2.jsonl"),
         ("a.jsonl test.jsonl", "a.jsonl test.jsonl"),
+        ("eval.jsonl train.jsonl", "train.jsonl"),
+        ("gsm8k-test.jsonl gsm8k-train.jsonl", "gsm8k-train.jsonl"),
+        ("Testing_v2.jsonl Training_v2.jsonl", "Training_v2.jsonl"),
+        ("my_trainset.jsonl my_testset.jsonl", "my_trainset.jsonl"),
+        ("test-0-of-1-ab12.jsonl train-0-of-1-cd34.jsonl", "train-0-of-1-cd34.jsonl"),
+        ("contest.jsonl trainer.jsonl", "contest.jsonl trainer.jsonl"),
+        ("test.parquet train.jsonl", "train.jsonl"),
         ("test.jsonl validation.jsonl", "data: . has the splits test, validation but no train"),
     ],
 )
@@ -283,6 +291,29 @@ def test_of_a_folder_with_several_splits_train_is_read(tmp_path: Path, files: st
     except ValueError as error:
         found = str(error).replace(str(tmp_path), ".").partition(";")[0]
     assert found == read
+
+
+def test_short_floats_of_a_table_keep_their_decimals(tmp_path: Path) -> None:
+    kinds = {"a": pa.float32(), "b": pa.float16(), "c": pa.list_(pa.float32()), "d": pa.struct({"x": pa.float32()})}
+    rows = [{"question": "q", "a": 0.1, "b": 0.1, "c": [0.1], "d": {"x": 0.1}}]
+    pq.write_table(pa.Table.from_pylist(rows, pa.schema({"question": pa.string(), **kinds})), tmp_path / "d.parquet")
+    keys = ("a", "b", "c", "d.x")
+    found = [read(tmp_path / "d.parquet", answer_key=key).problems[0].answer for key in keys]
+    assert found == ["0.1"] * len(keys)
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    table = pa.table([["q"], ["1"], ["2"]], names=["question", "answer", "answer"])
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(ValueError, match="several columns called answer"):
+        read(tmp_path / "d.parquet")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity"])
+def test_numbers_that_are_not_finite_are_no_answers(tmp_path: Path, value: str) -> None:
+    for task in ("math", "qa"):
+        with pytest.raises(ValueError, match="expected a finite number"):
+            read_problems(write(tmp_path / "d.jsonl", f'{{"question": "q", "answer": {value}}}'), task)
 
 
 def some(count: int) -> list[Problem]:
