@@ -153,8 +153,8 @@ class QaOptions(FactsOptions):
     """Judgement of answers to questions, and the built-in questions if data.train is null."""
 
     reward: Literal["exact", "f1"] = "exact"
-    """reward of an answer, by the best-matching reference. exact: equal up to case, articles, punctuation and spaces (SQuAD); f1:
-    word overlap"""
+    """reward of an answer, by the best-matching reference. exact: equal up to case, articles, punctuation and spaces (SQuAD), or
+    two equal numbers; f1: word overlap"""
     max_answer_chars: Tokens = Field(2000, description="longer answers count as wrong")
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
+from decimal import Decimal
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
@@ -18,18 +20,31 @@ from marsrl.rollout.types import MISSING, Problem, Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
 
 
 def normalised(text: str) -> str:
-    """Lower the case and remove ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+    """Lower the case and remove ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script).
+
+    Unlike the script, composes accents first (Unicode NFC).
+    """
+    text = unicodedata.normalize("NFC", text).lower()
+    return " ".join(_ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split())
+
+
+def _number(text: str) -> Decimal | None:
+    text = text.strip().removesuffix(".")
+    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
 def exact_match(answer: str, right: str) -> float:
-    """Return 1 if both texts are equal after normalisation.
+    """Return 1 if both texts are equal after normalisation, or if both are numbers of the same value.
 
     If normalisation leaves nothing ("The", "!"), the texts themselves must be equal.
     """
+    number, right_number = _number(answer), _number(right)
+    if number is not None and right_number is not None:
+        return float(number == right_number)  # without punctuation 1.5 would equal 15, and -5 would equal 5
     normal_answer, normal_right = normalised(answer), normalised(right)
     if not normal_answer or not normal_right:
         return float(answer.strip().lower() == right.strip().lower())
@@ -37,7 +52,12 @@ def exact_match(answer: str, right: str) -> float:
 
 
 def f1(answer: str, right: str) -> float:
-    """Return the harmonic mean of precision and recall over the normalised words, counted with multiplicity."""
+    """Return the harmonic mean of precision and recall over the normalised words, counted with multiplicity.
+
+    Two numbers have 1 or 0, by value.
+    """
+    if _number(answer) is not None and _number(right) is not None:
+        return exact_match(answer, right)
     answer_words, right_words = Counter(normalised(answer).split()), Counter(normalised(right).split())
     if not answer_words or not right_words:
         return exact_match(answer, right)

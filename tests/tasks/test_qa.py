@@ -197,6 +197,10 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
         ("", "dog", False, 0.0),
         ("the big red dog", "red dog", False, 0.8),  # F1 of precision 2/3 and recall 1
         ("red red", "red dog", False, 0.5),  # a word counts as often as it occurs
+        ("1.5", "15", False, 0.0),  # numbers keep their punctuation, unlike in the script
+        ("-5", "5", False, 0.0),
+        ("1,500.", "1500.0", True, 1.0),
+        ("Jose\u0301", "jos\u00e9", True, 1.0),
     ],
 )
 def test_exact_match_and_f1_are_squad_s(one: str, other: str, is_same: bool, by_words: float) -> None:
