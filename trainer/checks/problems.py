@@ -137,15 +137,15 @@ def read_data(config: RunConfig) -> RunProblems:
 def hold_out(problems: Sequence[Problem], max_questions: int) -> tuple[Sequence[Problem], list[Problem]]:
     """Return (train, held out). Held out is the tenth of the questions with the lowest hashes, at most `max_questions`.
 
-    The split does not depend on the file's order and keeps questions together that are equal except for white space. Of two or
-    more questions, each side gets at least one.
+    The split does not depend on the file's order and keeps questions together that differ only in white space. Of two or more
+    questions, each side gets at least one.
     """
-    same: dict[str, set[str]] = {}
+    alike: dict[str, set[str]] = {}
     for problem in problems:
-        same.setdefault(one_spaced(problem.question), set()).add(problem.question)
-    questions = sorted(map(min, same.values()), key=lambda question: (zlib.crc32(question.encode()), question))
-    firsts = questions[: min(max_questions, max(1, len(questions) // 10))] if len(questions) > 1 else []
-    chosen = {question for first in firsts for question in same[one_spaced(first)]}
+        alike.setdefault(one_spaced(problem.question), set()).add(problem.question)
+    questions = sorted(alike.values(), key=lambda group: min((zlib.crc32(text.encode()), text) for text in group))
+    most = min(max_questions, max(1, len(questions) // 10)) if len(questions) > 1 else 0
+    chosen = set[str]().union(*questions[:most])
     held_out = [problem for problem in problems if problem.question in chosen]
     if isinstance(problems, Mixture):
         return problems.without(chosen), held_out
