@@ -16,7 +16,7 @@ from marsrl.trainer.evaluate.draws import EVALUATION, Draw, read_draws
 from marsrl.trainer.evaluate.intervals import bootstrap, ratio
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs, read_saved
+from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs, read_saved, wilson_interval
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import OF_THE_START, flat
 
@@ -211,8 +211,11 @@ def difference(first_run: Compared, second_run: Compared, row: str) -> Differenc
     if not shared:
         return None
     gaps = np.array([np.mean(second[name]) - np.mean(first[name]) for name in shared])
-    low, high = bootstrap(len(shared), ratio(gaps, np.ones(len(shared))))
-    return Difference(float(gaps.mean()), low, high, len(shared))
+    low, high, mean = *bootstrap(len(shared), ratio(gaps, np.ones(len(shared)))), float(gaps.mean())
+    if mean and high - low < 1e-12:  # all gaps are equal, but an unseen share of problems may have any gap from -1 to 1
+        unseen = wilson_interval(0, len(shared))[1]
+        low, high = mean - unseen * (1 + mean), mean + unseen * (1 - mean)
+    return Difference(mean, low, high, len(shared))
 
 
 def _by_problem(draws: Sequence[Draw], set_name: str, row_kind: str) -> dict[str, list[float]]:

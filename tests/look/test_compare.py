@@ -69,6 +69,11 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None
     assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
     assert Difference(0.5, 0.1, 0.9, 2).is_clear
+    few, more = (
+        gap(*(keep(tmp_path / f"{n}-{right}", draws(9e9 * right, range(n), 1)) for right in (0, 1))) for n in (2, 9)
+    )
+    # The same gap on every problem is no proof if there are only two.
+    assert few.mean == more.mean == few.high == more.high == 1 and more.is_clear and few.low < 0 < more.low < 1
     # Both runs share the difficulty of each problem, so the interval of their difference is narrower than for independent runs,
     # where it is sqrt(2) times as wide as one run's.
     one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))

@@ -238,13 +238,6 @@ def test_a_float32_is_read_as_its_shortest_decimal(tmp_path: Path, key: str) -> 
     assert [problem.answer for problem in read(tmp_path / "d.parquet").problems] == ["0.1", "3", "1e-07"]
 
 
-def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
-    columns = [pa.array(["q"]), pa.array(["1"]), pa.array(["2"])]
-    pq.write_table(pa.Table.from_arrays(columns, ["question", "answer", "answer"]), tmp_path / "d.parquet")
-    with pytest.raises(ValueError, match=r"d\.parquet has several columns 'answer'; rename or remove all but one"):
-        read(tmp_path / "d.parquet")
-
-
 def test_an_array_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"d\.json: .*an object has the key 'answer' twice; remove one"):
         read(write(tmp_path / "d.json", '[{"question": "q", "answer": "1", "answer": "2"}]'))

@@ -227,6 +227,9 @@ def test_the_majoritys_answer_counts_and_ties_share() -> None:
     assert math.isnan(majorities([right], [2])[2][0])
     # Two of {7, 7, 8} are drawn: a third of the pairs agree on 7; in the others, one of the two answers is right.
     assert majorities([right, right, answered("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
+    # One draw is its own majority, also if there are more draws than orders.
+    assert majorities([right, answered("8"), answered("9")], [1])[1] == pytest.approx((1 / 3, 1 / 3))
+    assert majorities([right, answered("8")] * 50, [1])[1] == pytest.approx((0.5, 0.5), abs=0.2)
 
 
 def test_unjudged_draws_are_left_out_and_single_draws_have_no_k() -> None:

@@ -20,7 +20,7 @@ from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimat
 from marsrl.trainer.report.unread import Ended, unread
 from marsrl.trainer.visible import visible
 
-ORDERS = 64  # number of random orders of a problem's draws; the first k draws of each order are a sample
+ORDERS = 64  # minimum number of orders of a problem's draws; the first k draws of each order are a sample
 _MOST_SHOWN = 200  # characters of an error
 _RIGHT = "\x00right"  # all right answers count as one, however they are written
 
@@ -280,7 +280,8 @@ def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Return {k: (majority@k, short-majority@k)}: correctness of the most frequent answer of k draws, or of their shorter half.
 
-    Each value is a mean over ORDERS seeded orders of the draws. Tied answers share the vote. Draws without an answer do not vote;
+    Each value is a mean over seeded orders of the draws; up to ORDERS draws, each is first equally often, so majority@1 is the
+    mean correctness. Tied answers share the vote. Draws without an answer do not vote;
     without any vote the majority is wrong. NaN if there are fewer than k draws.
     """
     values: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
@@ -295,7 +296,9 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
     correct = np.array([s.correct or 0.0 for s in draws])
     worth = (votes.T @ correct) / np.maximum(votes.sum(axis=0), 1)
     tokens = np.array([s.tokens for s in draws])
-    order = np.argsort(np.random.default_rng(len(draws)).random((ORDERS, len(draws))), axis=1)
+    orders = np.argsort(np.random.default_rng(len(draws)).random((-(-ORDERS // len(draws)), len(draws))), axis=1)
+    num_shifts = min(ORDERS, len(draws))
+    order = np.concatenate([np.roll(orders, i * len(draws) // num_shifts, axis=1) for i in range(num_shifts)])
     for k in ks:
         if k <= len(draws):
             orders_of_k = order[:, :k]
