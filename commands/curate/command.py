@@ -85,8 +85,14 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
                 console,
             )
             records = pipeline.run()
-            for warning in shared_answers([row.problem for row in pipeline.kept(records[-1].name)], "curated.jsonl"):
+            kept = [(row.problem, row.keys) for row in pipeline.kept(records[-1].name)]
+            for warning in shared_answers([problem for problem, _ in kept], "curated.jsonl"):
                 console.warning(warning)
+            if len(keys := dict.fromkeys(keys for _, keys in kept)) > 1:
+                console.warning(
+                    f"curated.jsonl has rows with the keys {' and rows with '.join(map(' and '.join, keys))}, but "
+                    "data.train reads all rows with the keys of the first; rename keys, or curate each input by itself"
+                )
             return _write_report(out, records, resolved)
         finally:
             lock.release()

@@ -147,7 +147,7 @@ def level(config: LevelConfig) -> Stage:
     def decide(row: Row) -> Decision:
         field = lookup(row.fields, config.field)
         values = field if isinstance(field, Sequence) and not isinstance(field, str) else [field]
-        if field is None or not values:
+        if field is None or field != field or not values:  # NaN is not equal to itself
             return Decision(config.missing == "keep", "no level", f"{config.field} is missing")
         listed = ", ".join(str(value)[:80] for value in values[:5])
         is_kept = any(_comparable(value) in wanted for value in values)
@@ -157,7 +157,9 @@ def level(config: LevelConfig) -> Stage:
 
 
 def _comparable(value: object) -> str:
-    """Return the value as lower-case text for comparison: 3 and "3" are equal."""
+    """Return the value as lower-case text for comparison: 3, 3.0 (a column of integers with gaps) and "3" are equal."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return str(value).strip().casefold()
 
 

@@ -101,23 +101,24 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     assert cli.main(["curate", "a.parquet", "b.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     first = {"problem": WORDS[0], "answer": 3, "day": "2026-01-02", "blob": None}
     assert curated() == [first, {"query": WORDS[2], "ans_box": "7"}]
+    assert "the keys problem and answer and rows with query and ans_box, but" in capsys.readouterr().err
     assert dropped("read") == [
         ("0/a.parquet:2", "unreadable row: a field of the row cannot be written as JSON: it is bytes")
     ]
 
 
 def test_a_field_names_the_level(capsys: Any) -> None:
-    levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 "]
+    levels: list[object] = ["Graduate", "school", ["phd", "x"], None, 3, "3 ", 3.0]
     write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", meta={"level": level}) for i, level in enumerate(levels)))
     words = ["curate", "raw.jsonl", "--out", "out", "curate.near_duplicates=null"]
     words += ["curate.level.field=meta.level", "curate.level.keep=[graduate,PhD,3]"]
     assert cli.main(words) == 0, capsys.readouterr().err
-    assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 "]
+    assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 ", 3.0]
     assert dropped("level") == [
         ("raw.jsonl:2", "other level: meta.level: school"), ("raw.jsonl:4", "no level: meta.level is missing"),
     ]  # fmt: skip
     assert cli.main([*words, "curate.level.missing=keep"]) == 0
-    assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
+    assert len(curated()) == 6 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
 
 
 def test_the_report_gives_drop_reasons_and_escapes_hostile_text(capsys: Any) -> None:
