@@ -375,7 +375,7 @@ def _answer(value: object, key: str) -> str:
     return well_formed(text.strip(), f"the answer ({key})")
 
 
-def _text(value: str | float, key: str) -> str:
+def _text(value: object, key: str) -> str:
     """Return an answer as text; 70 for 70.0. Raises BadLine for NaN and infinity."""
     if not isinstance(value, float):
         return str(value)
