@@ -120,8 +120,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
                 learners[name] = _learner(config, name, models[name], next(shared, None))
                 if learners[name].base is None:
                     learners[name].sleep()
-        for learner in learners.values():
-            learner.sleep()  # A shared base sleeps only now, when it has all of its adapters.
+        for learner in learners.values():  # A shared base has all of its adapters now.
+            learner.make_optimizer()
+            learner.sleep()
         if config.trainer.sleep:
             barrier()  # Engines start once the memory of all ranks is free.
         team = None

@@ -86,9 +86,8 @@ _SCALES: dict[str, int | Fraction] = {
 _SCALES |= {f"{name}{plural}": Fraction(1, parts) for name, parts in _PARTS.items() for plural in ("", "s")}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER = {"squared": 2, "cubed": 3}  # 5 meters squared
-_NO_UNITS = frozenset(
-    ["plus", "minus", "over", "divided", "multiplied", "factorial", "mod", "modulo", "choose"]
-)  # 5 minus one
+# Words that are not units, as in "5 minus one".
+_NO_UNITS = frozenset(["plus", "minus", "over", "divided", "multiplied", "factorial", "mod", "modulo", "choose"])
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"

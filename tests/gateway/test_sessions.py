@@ -218,9 +218,8 @@ def test_the_task_rewards_an_environment_that_gives_no_reward(model: Path, tmp_p
         if goes_on:
             assert sample.reward.is_missing and "max_response_tokens" in sample.reward.note
         else:
-            assert (
-                sample.reward.parts == {"outcome": 0.0} and len(turns_of(sample)) == 1
-            )  # an episode without an answer
+            # An episode without an answer.
+            assert sample.reward.parts == {"outcome": 0.0} and len(turns_of(sample)) == 1
     assert (tmp_path / "program.py.closed").read_text() == ".."
 
 

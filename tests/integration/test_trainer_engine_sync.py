@@ -75,9 +75,8 @@ class Parts:
 
 CASES = {
     "qwen3_moe": {},
-    "llama in halves": {
-        "tensor_parallel": 2
-    },  # the biases of q, gate and up are split; both ranks hold the single key head
+    # The biases of q, gate and up are split; both ranks hold the single key head.
+    "llama in halves": {"tensor_parallel": 2},
     "qwen3_moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 

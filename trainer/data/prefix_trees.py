@@ -129,9 +129,8 @@ def _cut(
         totals = repeated[first:end] + shared[first:end]
         num_tokens = before[end] - before[first:end] + shared[first:end]
         totals[np.maximum(num_tokens, sampled_before[end] - sampled_before[first:end]) > max_tokens] = np.inf
-        starts[end] = (
-            end - 1 - int(totals[::-1].argmin())
-        )  # With equal totals, the shortest part fills micro-batches best.
+        # With equal totals, the shortest part fills micro-batches best.
+        starts[end] = end - 1 - int(totals[::-1].argmin())
         repeated[end] = totals[starts[end] - first]
     parts: list[list[Branch]] = []
     end = len(branches)

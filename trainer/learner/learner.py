@@ -290,6 +290,13 @@ class Learner:
             self.adapter.read(folder)
         self.optimizer.reload_weights()
 
+    def make_optimizer(self) -> None:
+        """Allocate the optimizer's state, before engines take the memory. Adapters share one, which needs all of them.
+
+        Without this call the first step, save or load allocates it.
+        """
+        _ = self.optimizer.joint
+
     @torch.no_grad()
     def refresh_reference(self) -> None:
         """Copy the current weights (or the adapter) into the reference, which must be `past`."""

@@ -245,9 +245,8 @@ class Bank:
             views = self.views(member, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(member.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
-        for rows in (
-            self.buffers.values() if self._is_trained else ()
-        ):  # Only now, when the adapters' own tensors are freed.
+        # Only now, when the adapters' own tensors are freed.
+        for rows in self.buffers.values() if self._is_trained else ():
             rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
         self.scales = torch.tensor([member.settings.scale for member in self.adapters], **options)
 
