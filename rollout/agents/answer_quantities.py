@@ -86,8 +86,10 @@ _SCALES: dict[str, int | Fraction] = {
 _SCALES |= {f"{name}{plural}": Fraction(1, parts) for name, parts in _PARTS.items() for plural in ("", "s")}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER = {"squared": 2, "cubed": 3}  # 5 meters squared
-# Words that are not units, as in "5 minus one".
-_NO_UNITS = frozenset(["plus", "minus", "over", "divided", "multiplied", "factorial", "mod", "modulo", "choose"])
+# Words that are not units, as in "5 minus one" and "5 or more".
+_NO_UNITS = frozenset(
+    "plus minus over divided multiplied factorial mod modulo choose or not least most negative".split()
+)
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"
@@ -192,7 +194,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         at = match.end()
         per, exponent, name = match.groups()
         word = (name or "").lower()
-        if word in _NO_UNITS or (word in _POWERS_AFTER and not units):
+        if word in _NO_UNITS or (word in _POWERS_AFTER and not units) or (word in _SCALES and units):
             return None
         if per:
             sign = -1
@@ -201,8 +203,9 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
             units.append((base, factor, before * int(exponent or _POWERS_AFTER[word])))
         elif word in _POWERS:
             power = _POWERS[word]
-        elif word in _SCALES and not units:
-            count *= _SCALES[word]
+        elif word in _SCALES:
+            count *= Fraction(_SCALES[word]) ** sign
+            sign = 1
         elif name:
             base, factor = _unit(name)
             if factor == 0 and not is_text and (len(name) < 3 or not (has_space or units)):

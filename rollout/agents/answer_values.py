@@ -261,8 +261,11 @@ class _Reader:
         value = self._factor()
         whole_number = self._at == start + 1 and self._tokens[start].isdigit()
         while self._next not in _ENDS:
-            if self._is_number(self._at) and self._is_number(self._at - 1):
-                raise Unreadable("two numbers side by side")
+            before = self._tokens[self._at - 1]
+            if self._is_number(self._at) and (
+                self._is_number(self._at - 1) or before.isalpha() or before[:5] == "\\text"
+            ):
+                raise Unreadable("two numbers side by side, or two quantities (5 ft 3 in)")
             if whole_number and self._is_fraction():  # 2\frac{1}{3}
                 value = _arithmetic(value, "+", self._factor())
             else:

@@ -386,7 +386,7 @@ def _text(value: object, key: str) -> str:
 
 def _answers(value: object, key: str) -> str:
     """Combine a question's right answers into one reference (see `reference`)."""
-    answers = value if isinstance(value, list) else [value]
+    answers: list[Any] = value if isinstance(value, list) else [value]
     if not answers:
         raise BadLine(f"the answer ({key}) is an empty list; expected at least one text")
     for answer in answers:
