@@ -37,7 +37,7 @@ _LABELS = frozenset(["yes", "no", "true", "false"])
 def is_placeholder(answer: str) -> bool:
     r"""Return True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or bare LaTeX."""
     text = _TYPE_SETTING.sub("", answer)
-    if _NOTHING.fullmatch(text) or answer.strip() in _OF_PROGRAMS:
+    if _NOTHING.fullmatch(text) or answer.strip() in _OF_PROGRAMS or not answer_key(answer):  # a zero-width space
         return True
     return _MARKS.sub("", text).casefold().rstrip(".") in _PLACEHOLDERS
 

@@ -17,7 +17,7 @@ PLACEHOLDERS = (
     *("proof", "Proof.", "$proof$", r"\text{proof}", r"\boxed{\textbf{Proof}}", "**proof**", "(proof)", " `proof` "),
     *("notfound", "Not Found", "not_found", "[not-found]", "no answer", "N/A", r"\mathrm{n/a}", "n.a.", "unknown"),
     *("None", "nan", "NaN", "<NA>", "null", "NULL", "answer", "Error", "See solution.", r"\text{see the solution}"),
-    *("-", "—", "?", "...", "$$", r"\text{}", r"\boxed{ }"),
+    *("-", "—", "?", "...", "$$", r"\text{}", r"\boxed{ }", "\u200b", r"\,"),
 )
 ANSWERS = (
     *(
