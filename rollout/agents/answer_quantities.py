@@ -83,7 +83,7 @@ _SCALES: dict[str, int | Fraction] = {
     "trillion": 10**12,
     "dozen": 12,
 }
-_SCALES |= {f"{name}{plural}": Fraction(1, parts) for name, parts in _PARTS.items() for plural in ("", "s")}
+_SCALES |= {f"{name}s": Fraction(1, parts) for name, parts in _PARTS.items()}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER = {"squared": 2, "cubed": 3}  # 5 meters squared
 # Words that are not units, as in "5 minus one" and "5 or more".
@@ -194,6 +194,8 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         at = match.end()
         per, exponent, name = match.groups()
         word = (name or "").lower()
+        if word in _PARTS and not text[at:].strip():
+            word += "s"  # 1 third; but 5 third graders
         if word in _NO_UNITS or (word in _POWERS_AFTER and not units) or (word in _SCALES and units):
             return None
         if per:
