@@ -19,21 +19,22 @@ from marsrl.rollout.tasks.protocol import HELD_OUT, Task
 from marsrl.rollout.types import MISSING, Problem, Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_TYPOGRAPHIC = "‘’“”–—…\u00ad\u200b\u2060\ufeff"  # also invisible characters
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _TYPOGRAPHIC)
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
 
 
 def normalised(text: str) -> str:
-    """Lower the case and remove ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script).
+    """Lower the case and remove punctuation, articles and extra space (in the order of SQuAD's evaluation script).
 
-    Unlike the script, composes accents first (Unicode NFC).
+    Unlike the script, composes accents first (Unicode NFC), and also removes typographic quotes and dashes.
     """
     text = unicodedata.normalize("NFC", text).lower()
     return " ".join(_ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split())
 
 
 def _number(text: str) -> Decimal | None:
-    text = text.strip().removesuffix(".")
+    text = text.strip().removesuffix(".").replace("−", "-")
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 

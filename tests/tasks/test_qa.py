@@ -200,6 +200,8 @@ def judged(answer: str, problem: Problem = PARIS, **options: str | int) -> float
         ("1.5", "15", False, 0.0),  # numbers keep their punctuation, unlike in the script
         ("-5", "5", False, 0.0),
         ("1,500.", "1500.0", True, 1.0),
+        ("\u22123", "-3", True, 1.0),
+        ("don\u2019t\u200b", "don't", True, 1.0),
         ("Jose\u0301", "jos\u00e9", True, 1.0),
     ],
 )
