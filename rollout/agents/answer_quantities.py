@@ -88,8 +88,9 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _POWERS_AFTER = {"squared": 2, "cubed": 3}  # 5 meters squared
 # Words that are not units, as in "5 minus one" and "5 or more".
 _NO_UNITS = frozenset(
-    "plus minus over divided multiplied factorial mod modulo choose or not least most negative".split()
-)
+    ["plus", "minus", "over", "divided", "multiplied", "factorial", "mod", "modulo", "choose",
+     "or", "not", "least", "most", "negative"]
+)  # fmt: skip
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"
