@@ -42,9 +42,9 @@ def played(folder: Path, name: str, agents: list[str], moves: list[str]) -> tupl
     (folder / "games.py").write_text(GAMES)
     players = Players(agents, moves)
     play = environment_of(f"{folder}/games.py:{name}")
-    rewards, turn_rewards = play(SimpleNamespace(id="train/7", question="", answer=None), players, lambda end: None)
-    assert turn_rewards == {}
-    return rewards, players
+    result = play(SimpleNamespace(id="train/7", question="", answer=None), players, lambda end: None)
+    assert result.turn_rewards == {}
+    return result.end, players
 
 
 @needs_textarena
