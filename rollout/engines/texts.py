@@ -51,7 +51,7 @@ class Texts:
         most = max(len(text.encode()) for text in stop)
         tail = list(drawn[-most:])
         if len(tail) < most:
-            tail = [*known[len(known) - (most - len(tail)) :].tolist(), *tail]
+            tail = [*known[max(0, len(known) - most + len(tail)) :].tolist(), *tail]
         whole, before = (self._decode(np.asarray(ids, np.int32)) for ids in (tail, tail[:-1]))
         return any(whole.count(text) > before.count(text) for text in stop)
 

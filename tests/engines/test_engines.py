@@ -146,6 +146,17 @@ def test_a_stop_text_completed_earlier_ends_nothing(tmp_path):
     assert not stops.is_ended(known, drawn.tolist(), ("fix",))
 
 
+def test_a_stop_text_is_found_in_a_short_turn(tmp_path):
+    """The turn has fewer tokens than the longest stop text has bytes, and an earlier segment may have drawn most of them."""
+    write_byte_tokenizer(tmp_path)
+    stops, text = Texts.of_model(tmp_path), "Answer: 3"
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    for num_known in range(len(ids)):
+        known, drawn = ids[:num_known], ids[num_known:].tolist()
+        assert stops.is_ended(known, drawn, (text, "The answer is"))
+        assert not stops.is_ended(known, drawn, ("The answer is",))
+
+
 OWN = "qwen3+engine"  # vLLM's own sampler
 GROUPS = {
     "qwen2": "q_proj.bias self_attn mlp.gate_proj embed_tokens norm",
