@@ -349,8 +349,8 @@ class Session:
         else:
             turn_ids = got.token_ids
         # A client that sends prompts as tokens or text gets the whole text, and sends it back.
-        is_plain = agent.reader is None or ask.prompt is not None
-        parsed = Said(text) if agent.reader is None or is_plain else agent.reader(text, turn_ids, ask)
+        reader = agent.reader if ask.prompt is None else None
+        parsed = Said(text) if reader is None else reader(text, turn_ids, ask)
         message = {"role": "assistant", "content": parsed.content, "tool_calls": parsed.calls}
         if parsed.reasoning is not None:
             message["reasoning"] = parsed.reasoning
@@ -413,8 +413,8 @@ def _opening(agent: Agent, ask: Ask) -> str:
 
 def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
     """Return (the text as clients get it, the stop string after it or "")."""
-    end = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    return text[:end], text[end:]
+    end, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(len(text), ""))
+    return text[:end], stop
 
 
 def _number(value: Any) -> float:
