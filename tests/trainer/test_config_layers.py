@@ -285,6 +285,11 @@ def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -
         ),
         (["loss.correction_high=3"], "loss.correction is none, which ignores loss.correction_high"),
         (["loss.correction=icepop", "loss.correction_low=0.1", "loss.correction_high=3"], ""),
+        (["preset=drmas_math", "loss.kind=cispo"], ""),  # the preset's dual_clip is left out
+        (
+            ["task=qa", "orchestration=external", "external.function=x.py:run", "agents={search: {temperature: 0.5}}"],
+            "",  # so is long_prompts, which the preset sets for the agent `search` of another team
+        ),
     ],
 )
 def test_settings_without_effect_are_warned_about_by_name(words: list[str], warning: str) -> None:

@@ -66,8 +66,6 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
     if is_trained:
         check_trainable(config, name, shape, world_size)
     config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-    if policy.reference != "none" and config.loss.kl == "none":
-        warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     return config, warnings + _shorter_than_asked(original, config)
 
 

@@ -11,16 +11,9 @@ from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.rollout.orchestrations.registry import ignored_by
 from marsrl.trainer.checks.models import find_shape, taught_shape
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.objective import IGNORED_OF_LOSS
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.torchrun import is_rank_0
-
-_UNREAD_OF_LOSS = (
-    ("kind", "cispo", {"dual_clip"}),
-    ("correction", "none", {"correction_low", "correction_high"}),
-    ("correction", "tis", {"correction_low"}),
-    ("truncation", "refuse", {"max_support"}),
-)
-"""Choices of the loss, with keys of `loss` that they ignore."""
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -128,7 +121,7 @@ def engines_device(host: TrainerHost) -> str:
 
 
 def ignored_settings(config: RunConfig) -> list[str]:
-    """Return warnings about settings that have no effect with others, if they differ from their defaults."""
+    """Return warnings about settings that differ from their defaults, but have no effect with the other settings."""
     rollout, team = config.rollout, config.orchestration
     sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":
@@ -150,10 +143,12 @@ def ignored_settings(config: RunConfig) -> list[str]:
     ]
     causes = {f"rollout.engine is {rollout.engine}": by_engine, f"orchestration is {team}": by_team}
     if config.loss.kl == "none":
-        trained = config.trained_policies.items()
-        causes["loss.kl is none"] = [f"policies.{n}.reference" for n, each in trained if each.reference != "none"]
+        policies = config.policies.items()
+        causes["loss.kl is none"] = [
+            f"policies.{name}.reference" for name, each in policies if each.reference != "none"
+        ]
     given_loss = config.loss.model_dump(exclude_defaults=True).keys()
-    for choice, value, keys in _UNREAD_OF_LOSS:
+    for choice, value, keys in IGNORED_OF_LOSS:
         if getattr(config.loss, choice) == value:
             causes[f"loss.{choice} is {value}"] = [f"loss.{key}" for key in sorted(keys & given_loss)]
     return [f"{cause}, which ignores {', '.join(ignored)}" for cause, ignored in causes.items() if ignored]

@@ -185,6 +185,15 @@ class LossConfig(Settings):
             )
 
 
+IGNORED_OF_LOSS = (
+    ("kind", "cispo", {"dual_clip"}),
+    ("correction", "none", {"correction_low", "correction_high"}),
+    ("correction", "tis", {"correction_low"}),
+    ("truncation", "refuse", {"max_support"}),
+)
+"""(key of `loss`, value, keys of `loss` that have no effect with this value)."""
+
+
 class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL; docs/credit.md)."""
 

@@ -19,6 +19,7 @@ from marsrl.rollout.text import in_one_line
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
+from marsrl.trainer.config.objective import IGNORED_OF_LOSS
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # The same in a checkout and an installed package.
@@ -197,14 +198,19 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
     """Yield (key of a choice, section, keys of that section that belong to other choices). Malformed values are skipped.
 
-    The choices are orchestration (with its agents, and the settings that only some teams read), the kind of a section (with its
-    keys), and rollout.engine (with its section).
+    The choices are orchestration (with its agents, and the settings that only some teams read), those of the loss, the kind of a
+    section (with its keys), and rollout.engine (with its section).
     """
     if (agents := _team(merged.get("orchestration"))) is not None:
         others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)}
         yield "orchestration", "agents", others - agents
         for section in ("rollout", "evaluate"):
             yield "orchestration", section, ignored_by(merged["orchestration"], section)
+        for agent in _section(merged, "agents"):
+            yield "orchestration", f"agents.{agent}", ignored_by(merged["orchestration"], "agents")
+    for choice, value, ignored in IGNORED_OF_LOSS:
+        if _section(merged, "loss").get(choice) == value:
+            yield f"loss.{choice}", "loss", set(ignored)
     for name in all_keys():
         kinds = kinds_of(name)
         if (kind := kinds.get(str(_section(merged, name).get("kind")))) is not None:
