@@ -127,7 +127,8 @@ def is_foreign_cache(build: Path) -> bool:
     entries = dict(
         line.split("=", 1) for line in cache.read_text().splitlines() if "=" in line and line[:1] not in "#/"
     )
-    is_own = entries.get("CMAKE_HOME_DIRECTORY:INTERNAL") == str(ROOT)
+    # Resolved, because the cache may name the tree by a path with symbolic links.
+    is_own = Path(entries.get("CMAKE_HOME_DIRECTORY:INTERNAL", "/")).resolve() == ROOT
     return not (is_own and Path(entries.get("CMAKE_COMMAND:INTERNAL", "")).exists())
 
 
