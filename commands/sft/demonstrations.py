@@ -160,8 +160,10 @@ class _Reader:
             )
         options = self._options(writer)
         try:
-            # As programs' messages: arguments of tool calls, which are JSON in a string, become objects.
-            prompt, text = renderer.render([chat_message(each) for each in prompt_messages], tools, **options)
+            # chat_message parses arguments of tool calls that are JSON in a string. Fields that it omits, such as gpt-oss's
+            # `thinking`, stay for the chat template.
+            turns = [{**message, **chat_message(message)} for message in prompt_messages]
+            prompt, text = renderer.render(turns, tools, **options)
             calls = renderer.turn_text(chat_message(last), tools, **options) if last.get("tool_calls") else ""
         except Refused as error:
             raise BadLine(str(error)) from error

@@ -311,6 +311,19 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
         assert len(read({"messages": without}, renderer=thinks).lines) == 1
 
 
+def test_templates_get_the_other_fields_of_messages(read: Read, tmp_path: Path) -> None:
+    """As gpt-oss's template, which shows `thinking` of earlier turns."""
+    template = "{% for turn in messages %}{{ turn.thinking or '' }}{{ turn.content }}{{ eos_token }}{% endfor %}"
+    renderer = renderer_of(template, tmp_path / "model")
+    chat = [
+        CHAT[-1],
+        {"role": "assistant", "content": "4", "thinking": "I add."},
+        {"role": "user", "content": "and 5?"},
+    ]
+    (line,) = read({"messages": [*chat, {"role": "assistant", "content": "9"}]}, renderer=renderer).lines
+    assert "I add.4" in renderer.decode(line.sequence.prompt_ids)
+
+
 def test_arguments_of_calls_may_be_objects_or_json_in_a_string(read: Read, renderer: ChatRenderer) -> None:
     """A template that writes arguments with tojson would write such a string in quotes, and the model would learn that."""
     output = {"role": "tool", "content": "4"}
