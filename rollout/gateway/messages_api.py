@@ -26,7 +26,7 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         raise Refused(400, "messages: expected a list of at least one message")
     if given[-1].get("role") == "assistant":
         raise Refused(
-            400, "messages: the last one is the assistant's, but prefilled answers are unsupported; end with user"
+            400, "messages: the last one is the assistant's, but prefilled answers are unsupported; end with the user's"
         )
     turns: list[ChatMessage] = []
     system = _ATTRIBUTION.sub("", text_of(body.get("system")))
