@@ -291,9 +291,10 @@ class Learner:
         self.optimizer.reload_weights()
 
     def make_optimizer(self) -> None:
-        """Allocate the optimizer's state, before engines take the memory. Adapters share one, which needs all of them.
+        """Allocate the optimizer that the adapters of a base share; a no-op if the policy trains all weights.
 
-        Without this call the first step, save or load allocates it.
+        Call it after the last adapter is added, and before engines take the memory. Otherwise the first step, save or load
+        allocates the optimizer.
         """
         _ = self.optimizer.joint
 

@@ -37,7 +37,7 @@ which should never happen."""
 
 @dataclass(frozen=True, slots=True)
 class SampleFate:
-    """A sample's fate, with the defaults for files of earlier versions, which lack it.
+    """A sample's fate. The defaults are those of files of earlier versions, which have no fates.
 
     num_sampled: number of tokens that the policy chose, including those of answers that no program read.
     num_trained: number of these tokens that an update trained, whatever the sample's weight (credit.balance).

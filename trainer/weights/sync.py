@@ -161,7 +161,7 @@ class WeightSync(ABC):
         precision: dtypes in which the engines round; None: `dtype` for everything.
         """
         self._engines, self._dtype, self._every, self._turn = engines, dtype, verify_every, turn
-        self._last_compared = 0  # Order of the last comparison among the adapters of a base.
+        self._last_compared = 0  # Number of the last comparison, by which `due_now` orders adapters; 0: none yet.
         self._is_bare = False  # True if an adapter's B is 0, so the trainer's scores equal those of the bare model.
         self._precision = precision or Precision(dtype)
 
@@ -580,10 +580,11 @@ def publish(
 
 
 def due_now(syncs: Mapping[str, WeightSync], versions: Mapping[str, int]) -> list[str]:
-    """Return the policies that this publish compares: those of version 0, and those that are due by sync.verify_every.
+    """Return the policies that this publish compares, and record that it compares them.
 
-    Without sync.verify_every, the latter are the adapters compared longest ago, at most ADAPTERS_AT_ONCE. Versions cannot give
-    them turns, because adapters of one base may have different versions and miss publishes.
+    Policies at version 0 are always compared. Of the others, sync.verify_every selects by version. Without it, the adapters that
+    were compared longest ago are due, at most ADAPTERS_AT_ONCE: versions cannot give adapters their turns, because adapters of
+    one base may have different versions and miss publishes.
     """
     first = [name for name in syncs if versions[name] == 0]
     later = [name for name, s in syncs.items() if versions[name] and not (versions[name] - s._turn) % (s._every or 1)]

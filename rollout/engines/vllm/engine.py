@@ -82,7 +82,7 @@ class VllmEngine(Engine):
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        # Adapters as last loaded. An adapter not loaded yet is absent: it is scored with the base weights.
+        # Adapters as last loaded. One that was never loaded is absent, and equals the bare weights; unknown names are rejected.
         self._adapters: dict[str, LoRARequest] = {}
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
@@ -314,8 +314,7 @@ class VllmEngine(Engine):
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            adapter = self._adapters.get(request.adapter)  # None: the bare weights, which an adapter's version 0 may be
-            self._core.add_request(self._maker.made(key, request, adapter))
+            self._core.add_request(self._maker.made(key, request, self._adapters.get(request.adapter)))
             self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
                 self._watched.add(key)

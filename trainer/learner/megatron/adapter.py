@@ -200,7 +200,8 @@ def _up(number: int, multiple: int) -> int:
 class Bank:
     """A and B of all adapters of one base on this rank, which train together. An adapter's slot is its index.
 
-    The first use joins the adapters in buffers; all are added before it.
+    All adapters must be added before the first use, which moves them into buffers.
+
     Each adapter has a row of the dense buffer and, with the target experts, a row of the experts' buffer. A row has a place for
     each matrix. All adapters' A of a matrix are thus one tensor [N, ..., r, in], and their B [N, ..., out, r], views of the
     buffer. r is the largest rank; numbers beyond an adapter's own rank are 0, and so are their gradients.
@@ -245,7 +246,7 @@ class Bank:
             views = self.views(member, {kind: rows.weights[row] for kind, rows, row in self.rows_of(slot)})
             for (_, _, weight), view in zip(member.matrices(), views, strict=True):
                 weight.data = view.copy_(weight.data)
-        # Only now, when the adapters' own tensors are freed.
+        # Allocated last, when the adapters' own tensors are freed, to keep the peak of memory low.
         for rows in self.buffers.values() if self._is_trained else ():
             rows.gradients = torch.zeros_like(rows.weights, dtype=torch.float32)
         self.scales = torch.tensor([member.settings.scale for member in self.adapters], **options)
