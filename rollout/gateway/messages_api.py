@@ -78,7 +78,7 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
     calls = [
         {"id": each.get("id"), "function": {"name": each.get("name"), "arguments": each.get("input")}} for each in uses
     ]
-    thoughts = [str(each.get("thinking", "")) for each in thinking]
+    thoughts = [str(each.get("thinking") or "") for each in thinking]
     turn: dict[str, Any] = {"role": message.get("role"), "content": text_of(texts)}
     turn |= {"tool_calls": calls} if calls else {}
     turn |= {"reasoning": "".join(thoughts)} if thoughts else {}

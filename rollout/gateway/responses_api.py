@@ -53,7 +53,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if kind == "message":
             turn["content"] += text_of(item.get("content"))
         elif kind == "reasoning":
-            thought = "".join(str(part.get("text", "")) for part in item.get("content") or ())
+            thought = "".join(str(part.get("text") or "") for part in item.get("content") or ())
             turn["reasoning"] = turn.get("reasoning", "") + thought
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}

@@ -370,6 +370,15 @@ def test_a_prefilled_answer_of_the_messages_protocol_is_refused(model: Path) -> 
         read_messages({"model": "solver", "max_tokens": 9, "messages": chat}, agents)
 
 
+def test_a_null_thought_is_empty(model: Path) -> None:
+    agents, user = Direct(model).session.agents, {"role": "user", "content": "3"}
+    turn = {"role": "assistant", "content": [{"type": "thinking", "thinking": None}, {"type": "text", "text": "7"}]}
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": None}]}
+    ask = read_messages({"model": "solver", "max_tokens": 9, "messages": [user, turn, user]}, agents)
+    assert ask.messages[1]["reasoning"] == ""
+    assert read_responses({"model": "solver", "input": [user, item, user]}, agents).messages[1]["reasoning"] == ""
+
+
 def test_several_thoughts_of_a_response_are_all_kept(model: Path) -> None:
     items = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]} for text in ("a", "b")]
     call = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}
