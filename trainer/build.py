@@ -121,7 +121,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
                 if learners[name].base is None:
                     learners[name].sleep()
         for learner in learners.values():  # A shared base has all of its adapters now.
-            learner.make_optimizer()
+            learner.allocate()
             learner.sleep()
         if config.trainer.sleep:
             barrier()  # Engines start once the memory of all ranks is free.

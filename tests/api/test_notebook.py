@@ -27,7 +27,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, An
     index = cell(held, "settings = {")
     smaller = f"settings |= {LESS}\nsettings['rollout'] |= {LESS_ROLLOUT}\nsettings['run']['steps'] = 2"
     held.cells.insert(index + 1, nbformat.v4.new_code_cell(smaller))
-    client = nbclient.NotebookClient(held, timeout=1200, resources={"metadata": {"path": str(folder)}})
+    client = nbclient.NotebookClient(
+        held, timeout=1200, iopub_timeout=600, resources={"metadata": {"path": str(folder)}}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_CACHE", str(folder / "cache"))
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))

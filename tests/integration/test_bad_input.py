@@ -240,7 +240,7 @@ def test_a_bos_that_only_the_server_would_add_is_warned_of(tmp_path: Path, capsy
     tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 261)])
     tokenizer.save(str(model / "tokenizer.json"))
     words = ["--dry-run", SERVED.replace("/nowhere", str(model)), "judge={policy: judge}"]
-    said = f"policies.judge.openai.prompt is text, and a server's tokenizer adds {begin} to it, which the chat template"
+    said = f"policies.judge.openai.prompt is text, and a server's tokenizer adds {begin} to the prompt, which the chat template"
     for more, is_warned in ([], True), (["policies.judge.openai.prompt=tokens"], False):
         assert main([*words, *more]) == 0
         assert (f"warning: {said}" in capsys.readouterr().out) == is_warned

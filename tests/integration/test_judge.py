@@ -142,7 +142,7 @@ class Half(Open):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
+        ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model has"),
         ("judge=null", "policies.judge: no agent .* and no judge .* uses it; remove it"),
     ],
 )

@@ -307,8 +307,10 @@ def test_adapters_are_joined_once_at_the_first_use(tmp_path: Path) -> None:
     learners = tiny.on_one_base(folder, {name: {} for name in names}, dict.fromkeys(names, tiny.OPTIMIZER))
     base = learners["a"].base
     assert base is not None and base.optimizer is None and not base.trained.buffers
-    tiny.save(learners["a"], tmp_path / "saved")
+    for learner in learners.values():
+        learner.allocate()
     optimizer = base.optimizer
+    tiny.save(learners["a"], tmp_path / "saved")
     learners["b"].load(tmp_path / "saved")  # as a run that resumes, before the first step
     trained(learners["c"])
     assert base.optimizer is optimizer and len(base.trained.buffers[False].weights) == 3

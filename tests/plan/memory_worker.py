@@ -151,6 +151,7 @@ def compare(
             reference_dir=reference,
             router_replay=router_replay,
         )
+        policy.allocate()
         static = memory.live
         memory.forget_peak()
         world = dist.get_world_size()

@@ -290,13 +290,14 @@ class Learner:
             self.adapter.read(folder)
         self.optimizer.reload_weights()
 
-    def make_optimizer(self) -> None:
-        """Allocate the optimizer that the adapters of a base share; a no-op if the policy trains all weights.
+    def allocate(self) -> None:
+        """Allocate the buffers and the optimizer that the adapters of a base share; a no-op if the policy trains all weights.
 
-        Call it after the last adapter is added, and before engines take the memory. Otherwise the first step, save or load
-        allocates the optimizer.
+        Call it after the last adapter is added, and before engines take the memory. Otherwise the first use allocates them.
         """
-        _ = self.optimizer.joint
+        if self.base is not None:
+            self.base.references.join()
+            _ = self.optimizer.joint
 
     @torch.no_grad()
     def refresh_reference(self) -> None:

@@ -224,8 +224,8 @@ class Bank:
         return len(self.adapters) - 1
 
     def join(self) -> None:
-        """Move the adapters' weights into buffers, of which their parameters become views; a no-op after the first call."""
-        if self.buffers:
+        """Move the adapters' weights into buffers, of which their parameters become views. Later calls do nothing."""
+        if self.buffers or not self.adapters:
             return
         shapes: dict[bool, dict[Place, tuple[int, ...]]] = {}
         for member in self.adapters:
