@@ -70,11 +70,11 @@ _OTHERS = {
     "euro": "eur €", "pound sterling": "£ gbp", "yen": "¥", "rupee": "₹", "°": "degree deg", "°C": "celsius", "°F": "fahrenheit",
     "rad": "radian", "%": "percent pct percentage",
 }  # fmt: skip
+# Denominators of fractions in words (3 fifths). Quarters are not among them, because they may be coins.
 _PARTS = {
     "half": 2, "halve": 2, "third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10,
     "hundredth": 100, "thousandth": 1000, "millionth": 10**6,
 }  # fmt: skip
-"""fractions in words (3 fifths); quarters may be coins"""
 _SCALES: dict[str, int | Fraction] = {
     "hundred": 100,
     "thousand": 10**3,
@@ -197,7 +197,9 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         word = (name or "").lower()
         if word in _PARTS and not text[at:].strip():
             word += "s"  # 1 third; but 5 third graders
-        if word in _NO_UNITS or (word in _POWERS_AFTER and not units) or (word in _SCALES and units):
+        # 20 people per thousand has a unit; 12 and a half has none.
+        is_scale = word in _SCALES and not (units and sign < 0)
+        if word in _NO_UNITS or (word in _POWERS_AFTER and not units) or (is_scale and units):
             return None
         if per:
             sign = -1
@@ -206,7 +208,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
             units.append((base, factor, before * int(exponent or _POWERS_AFTER[word])))
         elif word in _POWERS:
             power = _POWERS[word]
-        elif word in _SCALES:
+        elif is_scale:
             count *= Fraction(_SCALES[word]) ** sign
             sign = 1
         elif name:
