@@ -21,8 +21,9 @@ _EDGES = ' $"`*'
 _QUOTED = re.compile(r"'(.*)'", re.DOTALL)
 
 _BRACKETED_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)", re.IGNORECASE)
-# Text after a choice's letter must not name another choice: (A) or (B), A) B); but (D) None of (A), (B).
-_OTHER_CHOICE = r"(?!\s*(?i:none|all|both|neither|either)\b).*(?<!\S)\(?\s*(?-i:[A-Z])\s*\)(?!\w)"
+# Text after a choice's letter must not name another choice, as in (A) or (B). It may refer to others, as in (D) None of (A), (B),
+# and have letters that are hardly choices: (C) (I) and (II), (C) the point (P).
+_OTHER_CHOICE = r"(?!\s*(?i:none|all|both|neither|either|only|not)\b).*(?<!\S)\(?\s*(?-i:[A-HJ])\s*\)(?!\w)"
 _AFTER_CHOICE = rf"(?:\s(?!\s*(?:or|and)\b|\s*[&/,])(?!{_OTHER_CHOICE}).*)?"
 _CHOICE = re.compile(rf"\(\s*([A-Z])\s*\){_AFTER_CHOICE}|([A-Z])", re.DOTALL)
 _CHOSEN = re.compile(rf"\(\s*([A-Z])\s*\){_AFTER_CHOICE}|([A-Z])(?:[).:]{_AFTER_CHOICE})?", re.DOTALL | re.IGNORECASE)
