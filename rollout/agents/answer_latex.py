@@ -28,8 +28,8 @@ _UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*
 _UNIT_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}|[a-zA-Z])\s*\}")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|(?:\^\s*)?\\degree(?![a-zA-Z])")
 _MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5)
-# 10\,000, 10{,}000, 10'000
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*|')(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*(?:\.\d+)?$)")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*|')(?=\d{3}(?!\d))")  # 10\,000, 10{,}000, 10'000
+_SPACED_THOUSANDS = re.compile(r"(?<!\d)(?<!\d )\d+(?: \d{3})+(?:\.\d+)?$")  # 1 234 567
 
 # Replaced before NFKC normalisation, which would turn 10² into 102, 101₂ into 1012, 3½ into 31/2, and ℝ into R.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
@@ -37,6 +37,7 @@ _BASE = re.compile("(?<=\\d)[₀-₉]+")
 # The sign extends over a whole number, unlike \sqrt: √18 is \sqrt{18}.
 _ROOT = re.compile(r"([√∛∜])\s*(\d+(?:\.\d+)?)?")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+# A figure dash, en dash, em dash or horizontal bar in the place of a sign; between two numbers it may mean a range.
 _DASH_AS_MINUS = re.compile(r"(^|[$(\[{,;=<>≤≥+*/^])(\s*)[‒-―](?=\s*[\d.\\(a-zA-Z√])")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
@@ -114,7 +115,8 @@ def one_form(text: str) -> str:
     text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _DEGREE.sub("°", _UNIT_VECTOR.sub(r" \1", text))
     text = _DOLLARS.sub(r"\1\\$", text.strip())
-    return _THOUSANDS.sub("", _MODULUS.sub(r"\\pmod{\1}", text))
+    text = _THOUSANDS.sub("", _MODULUS.sub(r"\\pmod{\1}", text))
+    return _SPACED_THOUSANDS.sub(lambda found: found[0].replace(" ", ""), text)
 
 
 def _is_balanced(text: str) -> bool:

@@ -20,7 +20,7 @@ from marsrl.rollout.agents.answer_values import constant, same_value
 
 _FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\s*(?:\{(\d{1,1000})\}|(\d))\s*(?:\{(\d{1,1000})\}|(\d))")  # \frac12
 _NUMBER = re.compile(
-    r"([+-]?)\s*(\d{1,3}(?:,\d{3})+|\d{1,1000}|(?=\.\d))(\.\d{0,1000})?"
+    r"([+-]?)\s*(\d{1,3}(?:,\d{3}){1,300}|\d{1,1000}|(?=\.\d))(\.\d{0,1000})?"
     r"(?:e([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?)?(?:\s*/\s*(\d{1,1000}))?",
     re.IGNORECASE,
 )
@@ -30,6 +30,7 @@ _REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
     r"([+-]?)(\d{0,100})\.(\d{0,100}?)(?:\\(?:overline|bar)\s*\{(\d{1,100})\}|\((\d{1,100})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
 )
 _DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(?:(\d{0,100})\\dot\s*\{?(\d)\}?)?$")  # 0.\dot{3}, 0.\dot{1}2\dot{3}
+_LARGEST = 10**1000  # Python raises ValueError when it writes numbers of more than 4300 digits.
 _ROUNDED_DIGITS = 6  # a decimal with this many significant digits also equals values that round to it
 
 
@@ -151,6 +152,8 @@ def quantity(part: Tokens) -> Quantity | None:
     sign = list(part[:1]) if part[:1] in (["-"], ["+"]) else []
     if part[len(sign) : len(sign) + 1] and (currency := _CURRENCIES.get(part[len(sign)])):
         rest = stripped(part[len(sign) + 1 :])
+        if not _CURRENCIES.keys().isdisjoint(rest):
+            return None
         inner = quantity(rest)  # \$5 million
         if inner and inner.unit:
             return None
@@ -222,13 +225,12 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
     powers: Counter[str] = Counter()
     for base, _, power in units:
         powers[base] += power
+    scale = math.prod((factor**power for _, factor, power in units), start=Fraction(1))
+    if max(count.numerator, count.denominator, scale.numerator, scale.denominator) > _LARGEST:
+        return None
     if count != 1:
         number = _times(number, count)
-    return Quantity(
-        number,
-        tuple(sorted(powers.items())),
-        math.prod((factor**power for _, factor, power in units), start=Fraction(1)),
-    )
+    return Quantity(number, tuple(sorted(powers.items())), scale)
 
 
 def _unit(name: str) -> tuple[str, Fraction]:

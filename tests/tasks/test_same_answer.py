@@ -104,6 +104,16 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(
+    ("start", "repeated"),
+    [("1", ",234"), ("", "\\$"), ("", "€"), ("5 ", "trillion "), ("5 ", "hundredths "), ("5 ", "km ")],
+)
+def test_long_answers_have_keys(start: str, repeated: str) -> None:
+    """Votes are counted in the trainer's process, where an exception would end the run."""
+    answer = start + repeated * 4000
+    assert answer_key(answer) == answer_key(f"\\boxed{{{answer}}}") != answer_key(answer + repeated)
+
+
+@pytest.mark.parametrize(
     "reference", ["7", r"\frac{7}{10^{30}}", "x^2+1", "(1,2)", "x>2", "1, 2, 3", "Lima", "7 km", "3.14159", "7\\%"]
 )
 def test_hostile_answers_are_wrong_and_cheap(reference: str) -> None:
