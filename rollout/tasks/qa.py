@@ -19,22 +19,28 @@ from marsrl.rollout.tasks.protocol import HELD_OUT, Task
 from marsrl.rollout.types import MISSING, Problem, Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_TYPOGRAPHIC = "‘’“”–—…\u00ad\u200b\u2060\ufeff"  # also invisible characters
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _TYPOGRAPHIC)
+_ASCII = str.maketrans("‘’“”–—−", "''\"\"---")
+_NO_PUNCTUATION = str.maketrans("", "", f"{string.punctuation}…")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[+-]?\.\d+")
 
 
 def normalised(text: str) -> str:
     """Lower the case and remove punctuation, articles and extra space (in the order of SQuAD's evaluation script).
 
-    Unlike the script, composes accents first (Unicode NFC), and also removes typographic quotes and dashes.
+    Unlike the script, composes accents first (Unicode NFC), and also removes typographic quotes, dashes and invisible characters.
     """
-    text = unicodedata.normalize("NFC", text).lower()
+    text = _plain(text).lower()
     return " ".join(_ARTICLES.sub(" ", text.translate(_NO_PUNCTUATION)).split())
 
 
+def _plain(text: str) -> str:
+    """Return the text with composed accents and ASCII quotes and dashes, without invisible characters such as U+200B."""
+    text = unicodedata.normalize("NFC", text).translate(_ASCII)
+    return "".join(char for char in text if unicodedata.category(char) != "Cf")
+
+
 def _number(text: str) -> Decimal | None:
-    text = text.strip().removesuffix(".").replace("−", "-")
+    text = _plain(text).strip().removesuffix(".")
     return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
 
 
@@ -55,7 +61,7 @@ def exact_match(answer: str, right: str) -> float:
 def f1(answer: str, right: str) -> float:
     """Return the harmonic mean of precision and recall over the normalised words, counted with multiplicity.
 
-    Two numbers have 1 or 0, by value.
+    For two numbers, the result is 1 or 0, by value.
     """
     if _number(answer) is not None and _number(right) is not None:
         return exact_match(answer, right)
