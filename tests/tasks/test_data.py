@@ -51,7 +51,6 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
     # Rows of Search-R1, and the rows into which Dr. MAS's script converts them.
     ("qa", {"question": "q", "prompt": [{"role": "user", "content": "long"}], "golden_answers": ["a"]}, "a"),
     ("qa", {"prompt": [ASKED], "reward_model": {"ground_truth": {"target": ["a"]}}}, "a"),
-    ("qa", {"question": "q", "answer": [70.0, 0.5]}, reference(["70", "0.5"])),
     ("qa", {"question": "q", "answer": "it is #### 7"}, "it is #### 7"),  # GSM8K's mark has no meaning here
 ]
 
@@ -110,6 +109,7 @@ BAD: list[tuple[str, object, str]] = [
     ("qa", {"question": "q", "answer": [["a"]]}, "is list"),
     ("qa", {"question": "q", "answer": "\ud800"}, "lone surrogate"),
     ("qa", {"question": "q", "answer": True}, "is bool"),
+    ("math", {"question": "q", "answer": float("inf")}, "is inf; expected a finite number"),
     ("qa", {"question": "q", "answer": ["a", float("nan")]}, "is nan; expected a finite number"),
     ("math", '{"question": "q", "answer": "1", "answer": "2"}', "an object has the key 'answer' twice; remove one"),
     ("math", '{"question": "q", "answer": "1", "more": {"a": 1, "a": 1}}', "the key 'a' twice"),
@@ -228,16 +228,6 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     assert list(read_problems(tmp_path / "d.parquet", "math").problems) == expected
 
 
-@pytest.mark.parametrize("key", ["answer", "reward_model"])
-def test_a_float32_is_read_as_its_shortest_decimal(tmp_path: Path, key: str) -> None:
-    """In double precision, 0.1 of a float32 column would be 0.10000000149, with which 0.1 is not the same answer."""
-    values = pa.array([0.1, 3.0, 1e-7], pa.float32())
-    nested = pa.StructArray.from_arrays([values, pa.array(["a"] * 3)], ["ground_truth", "style"])
-    table = pa.table({"question": ["x", "y", "z"], key: values if key == "answer" else nested})
-    pq.write_table(table, tmp_path / "d.parquet")
-    assert [problem.answer for problem in read(tmp_path / "d.parquet").problems] == ["0.1", "3", "1e-07"]
-
-
 def test_an_array_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"d\.json: .*an object has the key 'answer' twice; remove one"):
         read(write(tmp_path / "d.json", '[{"question": "q", "answer": "1", "answer": "2"}]'))
@@ -287,12 +277,13 @@ def test_of_a_folder_with_several_splits_train_is_read(tmp_path: Path, files: st
 
 
 def test_short_floats_of_a_table_keep_their_decimals(tmp_path: Path) -> None:
+    """In double precision, 0.1 of a float32 column would be 0.10000000149, with which 0.1 is not the same answer."""
     kinds = {"a": pa.float32(), "b": pa.float16(), "c": pa.list_(pa.float32()), "d": pa.struct({"x": pa.float32()})}
-    rows = [{"question": "q", "a": 0.1, "b": 0.1, "c": [0.1], "d": {"x": 0.1}}]
+    rows = [{"question": "q", "a": x, "b": x, "c": [x], "d": {"x": x}} for x in (0.1, 3.0, 1e-7)]
     pq.write_table(pa.Table.from_pylist(rows, pa.schema({"question": pa.string(), **kinds})), tmp_path / "d.parquet")
-    keys = ("a", "b", "c", "d.x")
-    found = [read(tmp_path / "d.parquet", answer_key=key).problems[0].answer for key in keys]
-    assert found == ["0.1"] * len(keys)
+    for key in ("a", "b", "c", "d.x"):
+        found = [problem.answer for problem in read(tmp_path / "d.parquet", answer_key=key).problems]
+        assert found == ["0.1", "3", "1e-07"]
 
 
 def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
@@ -300,13 +291,6 @@ def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None
     pq.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(ValueError, match="several columns called answer"):
         read(tmp_path / "d.parquet")
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity"])
-def test_numbers_that_are_not_finite_are_no_answers(tmp_path: Path, value: str) -> None:
-    for task in ("math", "qa"):
-        with pytest.raises(ValueError, match="expected a finite number"):
-            read_problems(write(tmp_path / "d.jsonl", f'{{"question": "q", "answer": {value}}}'), task)
 
 
 def some(count: int) -> list[Problem]:

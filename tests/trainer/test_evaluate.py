@@ -22,9 +22,7 @@ from marsrl.rollout.state import decode, encode
 from marsrl.rollout.tasks.arithmetic import Chain
 from marsrl.rollout.tasks.data import one_spaced
 from marsrl.rollout.tasks.problem_files import HeldOut
-from marsrl.rollout.types import Problem
 from marsrl.trainer.checks.preflight import Checked, preflight
-from marsrl.trainer.checks.problems import hold_out
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.draws import Draw, Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
@@ -376,15 +374,6 @@ def test_scripted_redraws_cost_but_are_not_the_solvers_draws(evaluator: Any) -> 
     assert found.alone is not None and found.alone.mean == 1.0
     strict = evaluator(cut_first, SMALL).evaluate(VERSIONS)
     assert strict.agents["solver"].mean == strict.system.mean == 0.0
-
-
-def test_questions_alike_but_for_spaces_are_not_split() -> None:
-    texts = [f"{i}?{space}really?" for i in range(20) for space in (" ", "\n", "  ")]
-    problems = [Problem(str(number), text, "1", "math") for number, text in enumerate(texts)]
-    train, held_out = hold_out(problems, 64)
-    assert len(held_out) == 6
-    sides = [{" ".join(problem.question.split()) for problem in side} for side in (train, held_out)]
-    assert len(sides[0]) == 18 and not sides[0] & sides[1]
 
 
 def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
