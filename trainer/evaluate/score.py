@@ -280,9 +280,9 @@ def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
     """Return {k: (majority@k, short-majority@k)}: correctness of the most frequent answer of k draws, or of their shorter half.
 
-    Each value is a mean over seeded orders of the draws; up to ORDERS draws, each is first equally often, so majority@1 is the
-    mean correctness. Tied answers share the vote. Draws without an answer do not vote;
-    without any vote the majority is wrong. NaN if there are fewer than k draws.
+    Each value is a mean over seeded orders of the draws. Up to ORDERS draws, each comes first equally often, so majority@1 is the
+    share of right draws. Tied answers share the vote. Draws without an answer do not vote; without any vote the majority is
+    wrong. NaN if there are fewer than k draws.
     """
     values: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:
@@ -296,8 +296,9 @@ def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[floa
     correct = np.array([s.correct or 0.0 for s in draws])
     worth = (votes.T @ correct) / np.maximum(votes.sum(axis=0), 1)
     tokens = np.array([s.tokens for s in draws])
-    orders = np.argsort(np.random.default_rng(len(draws)).random((-(-ORDERS // len(draws)), len(draws))), axis=1)
     num_shifts = min(ORDERS, len(draws))
+    num_random = math.ceil(ORDERS / len(draws))  # Each is rotated, so that each of up to ORDERS draws comes first once.
+    orders = np.argsort(np.random.default_rng(len(draws)).random((num_random, len(draws))), axis=1)
     order = np.concatenate([np.roll(orders, i * len(draws) // num_shifts, axis=1) for i in range(num_shifts)])
     for k in ks:
         if k <= len(draws):
