@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object; raise BadLine if it has a key twice, because json would silently keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        key = next(key for index, (key, _) in enumerate(pairs) if any(key == other for other, _ in pairs[:index]))
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise BadLine(f"an object has the key {key!r} twice; remove one")
     return fields
 
