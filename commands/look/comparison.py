@@ -213,7 +213,9 @@ def difference(first_run: Compared, second_run: Compared, row: str) -> Differenc
     gaps = np.array([np.mean(second[name]) - np.mean(first[name]) for name in shared])
     mean = float(gaps.mean())
     low, high = bootstrap(len(shared), ratio(gaps, np.ones(len(shared))))
-    if mean and high - low < 1e-12:  # All gaps are equal, but an unseen share of problems may have any gap from -1 to 1.
+    if (
+        mean and high - low < 1e-12
+    ):  # All gaps are equal, but an unseen share of problems may have any gap from -1 to 1.
         unseen = wilson_interval(0, len(shared))[1]
         low, high = mean - unseen * (1 + mean), mean + unseen * (1 - mean)
     return Difference(mean, low, high, len(shared))
