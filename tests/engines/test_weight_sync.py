@@ -130,6 +130,14 @@ def test_adapters_are_probed_in_turn_at_different_versions(num: int) -> None:
         versions |= {name: versions[name] + 1 for name in sent if name != "1"}
 
 
+def test_runs_resumed_at_other_versions_probe_other_adapters() -> None:
+    firsts = []
+    for version in (10, 14):
+        syncs = {str(i): FileSync(None, torch.float32, turn=i) for i in range(8)}
+        firsts.append(set(due_now(syncs, dict.fromkeys(syncs, version))))
+    assert firsts == [set("2345"), set("6701")]
+
+
 @pytest.mark.parametrize(
     ("words", "num_due"),
     [([], [5, 4, 4, 4]), (["sync.verify_every=1"], [5] * 4), (["sync.verify_every=4"], [5, 1, 1, 1])],

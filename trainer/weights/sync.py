@@ -589,7 +589,9 @@ def due_now(syncs: Mapping[str, WeightSync], versions: Mapping[str, int]) -> lis
     first = [name for name in syncs if versions[name] == 0]
     later = [name for name, s in syncs.items() if versions[name] and not (versions[name] - s._turn) % (s._every or 1)]
     if all(sync._every is None for sync in syncs.values()):
-        later = sorted(later, key=lambda name: syncs[name]._last_compared)[:ADAPTERS_AT_ONCE]
+        # After a resume none has been compared; its version then decides which adapters come first.
+        turns = {name: (syncs[name]._turn - versions[name]) % len(syncs) for name in later}
+        later = sorted(later, key=lambda name: (syncs[name]._last_compared, turns[name]))[:ADAPTERS_AT_ONCE]
     now = 1 + max(sync._last_compared for sync in syncs.values())
     for name in (*first, *later):
         syncs[name]._last_compared = now
